@@ -1,0 +1,40 @@
+"""cable-attn: train short, read long.
+
+Position encodings that keep working past the training length, the attention that serves them, and GPT and BERT models
+that carry them. Importing this registers the models with transformers' Auto classes.
+"""
+
+from cable_attn.attention import attention
+from cable_attn.bias import PotentialBias, prefix_sum
+from cable_attn.encodings import ENCODINGS, Encoding
+from cable_attn.errors import CableError
+from cable_attn.models import (
+    CableBertConfig,
+    CableBertForMaskedLM,
+    CableBertModel,
+    CableGPTConfig,
+    CableGPTForCausalLM,
+    CableGPTModel,
+    from_bert,
+    from_gpt2,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ENCODINGS",
+    "CableBertConfig",
+    "CableBertForMaskedLM",
+    "CableBertModel",
+    "CableError",
+    "CableGPTConfig",
+    "CableGPTForCausalLM",
+    "CableGPTModel",
+    "Encoding",
+    "PotentialBias",
+    "__version__",
+    "attention",
+    "from_bert",
+    "from_gpt2",
+    "prefix_sum",
+]

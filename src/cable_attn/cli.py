@@ -1,0 +1,202 @@
+"""The command line: ``cable``."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from cable_attn.errors import CableError
+
+app = typer.Typer(
+    help="Train short, read long: position encodings that keep working past the training length.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+console = Console()
+
+
+def main() -> None:
+    """Entry point: what a person can fix is one line and exit code 2, not a traceback."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    try:
+        app()
+    except CableError as error:
+        Console(stderr=True).print(f"[bold red]Error:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        Console(stderr=True).print("Interrupted. The same command goes on from here.")
+        sys.exit(130)
+
+
+def _quiet_and_fast() -> None:
+    """Only the command line may change the process: denormals cost a factor of 3 in attention's backward pass."""
+    import torch
+    from transformers.utils import logging
+
+    torch.set_flush_denormal(True)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from cable_attn import __version__
+
+        console.print(f"cable-attn {__version__}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None: ...
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Where checkpoints, numbers and the figure go.")] = Path("runs/demo"),
+    text: Annotated[
+        Path | None, typer.Option(help="Your own text (a file, or a folder of .txt files) instead of Jane Austen's.")
+    ] = None,
+    encodings: Annotated[
+        str, typer.Option(help="Comma-separated names, see `cable encodings`.")
+    ] = "cable,alibi,rope,sinusoidal,nope",
+    steps: Annotated[int, typer.Option(min=1, help="Training steps for each encoding.")] = 400,
+    length: Annotated[int, typer.Option(min=2, help="Training length in tokens; read at 1 to 16 times that.")] = 128,
+    seed: Annotated[int, typer.Option(help="The same seed on the same machine gives the same numbers.")] = 0,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Throw an earlier run in the folder away.")] = False,
+) -> None:
+    """Train a small GPT with each encoding on short windows and read text 16 times longer.
+
+    A few minutes on a laptop CPU. Stop it at any time: the same command goes on where it was.
+    Afterwards every encoding has a checkpoint that loads anywhere:
+
+        import cable_attn
+        from transformers import AutoModelForCausalLM
+        model = AutoModelForCausalLM.from_pretrained("runs/demo/cable")
+    """
+    from cable_attn.demo import DemoSettings, run_demo
+    from cable_attn.report import perplexity_table
+
+    _quiet_and_fast()
+    names = tuple(name.strip() for name in encodings.split(",") if name.strip())
+    if not names:
+        raise CableError("--encodings is empty. Name at least one, see `cable encodings`.")
+    settings = DemoSettings(encodings=names, steps=steps, length=length, seed=seed)
+    if fresh and out.exists():
+        _forget(out)
+    start = time.monotonic()
+    with _progress() as progress:
+        tasks = {name: progress.add_task(name, total=1.0, what="waiting") for name in names}
+        results = run_demo(
+            out, settings, text, lambda name, what, share: progress.update(tasks[name], what=what, completed=share)
+        )
+    console.print(perplexity_table(results, settings.length))
+    console.print(f"{time.monotonic() - start:.0f} s. Numbers: {out / 'results.json'}", highlight=False)
+    _draw(results, settings.length, out / "perplexity")
+
+
+def _forget(out: Path) -> None:
+    """Remove a demo run, and nothing that is not one."""
+    if any(out.iterdir()) and not (out / "settings.json").exists():
+        raise CableError(f"{str(out)!r} is not empty and not a demo run, so --fresh will not delete it.")
+    shutil.rmtree(out)
+
+
+def _draw(results: dict[str, dict[int, float]], trained_at: int, stem: Path) -> None:
+    from cable_attn.report import perplexity_figure
+
+    try:
+        paths = perplexity_figure(results, trained_at, stem)
+    except ImportError:
+        console.print("No figure: matplotlib is missing. pip install 'cable-attn[plot]'", highlight=False)
+        return
+    console.print("Figure: " + ", ".join(str(path) for path in paths), highlight=False)
+
+
+@app.command(name="eval")
+def evaluate(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder of a causal language model.")],
+    text: Annotated[
+        Path | None, typer.Option(help="A text file or a folder of .txt files; default: the embedded test novel.")
+    ] = None,
+    lengths: Annotated[str, typer.Option(help="Comma-separated numbers of tokens to read at once.")] = "128,512,2048",
+    tokens: Annotated[int, typer.Option(min=1, help="About how many tokens to predict.")] = 32768,
+) -> None:
+    """Perplexity at several lengths, on the very same tokens at each.
+
+    Example: `cable eval runs/demo/cable --lengths 128,1024,4096`
+    """
+    from cable_attn.data import embedded_corpus, encode, read_texts
+    from cable_attn.evaluation import comparable, perplexity
+    from cable_attn.models.loading import load_causal_lm
+
+    wanted = _numbers(lengths)
+    _quiet_and_fast()
+    model, tokenizer = load_causal_lm(checkpoint)
+    documents = embedded_corpus("test") if text is None else read_texts(text)
+    held_out = comparable(encode(documents, tokenizer), wanted, tokens)
+    table = Table("tokens at once", "perplexity", title=f"{checkpoint}: {len(held_out) - 1} tokens")
+    with _progress() as progress:
+        for length in wanted:
+            task = progress.add_task(str(length), total=len(held_out) - 1, what="reading")
+            value = perplexity(
+                model, held_out, length, on_tokens=lambda count, task=task: progress.advance(task, count)
+            )
+            table.add_row(str(length), f"{value:.2f}")
+    console.print(table)
+
+
+def _numbers(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    wrong = [part for part in parts if not part.isdigit() or int(part) < 1]
+    if wrong or not parts:
+        raise CableError(f"--lengths wants whole numbers like 128,512, got {wrong[0] if wrong else text!r}.")
+    return sorted({int(part) for part in parts})
+
+
+@app.command(name="encodings")
+def list_encodings() -> None:
+    """List every encoding with its options."""
+    import inspect
+
+    from cable_attn.encodings import ENCODINGS
+
+    table = Table("name", "what it is", "options (defaults)", "bidirectional")
+    for name, encoding in ENCODINGS.items():
+        parameters = inspect.signature(encoding.__init__).parameters.values()
+        options = [f"{p.name}={p.default!r}" for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+        summary = inspect.getdoc(inspect.getmodule(encoding)) or ""
+        table.add_row(
+            name, escape(summary.splitlines()[0]), escape("\n".join(options)), "no" if encoding.causal_only else "yes"
+        )
+    console.print(table)
+
+
+def _progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description:>13}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[what]}"),
+        console=console,
+    )
+
+
+if __name__ == "__main__":
+    main()

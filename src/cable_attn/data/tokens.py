@@ -1,0 +1,67 @@
+"""From text to windows of tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from cable_attn.data.corpus import Document
+from cable_attn.errors import CableError
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+def train_bpe(documents: list[Document], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE like GPT-2's, learned from the documents; about a second for a few megabytes."""
+    smallest = len(pre_tokenizers.ByteLevel.alphabet()) + 1
+    if vocab_size < smallest:
+        raise CableError(f"a byte-level vocabulary needs at least {smallest} entries, got vocab_size={vocab_size}.")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((document.text for document in documents), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
+    )
+
+
+def encode(documents: list[Document], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+    """All documents in one row of token ids, the end-of-text token before each."""
+    separator = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    rows = tokenizer([document.text for document in documents], add_special_tokens=False, verbose=False)["input_ids"]
+    return np.concatenate([np.asarray(separator + row, dtype=np.int64) for row in rows])
+
+
+class Windows(Dataset):
+    """Non-overlapping windows of ``length`` tokens, as a causal language model trains on them.
+
+    The labels are the same tokens, which transformers' models shift themselves.
+    """
+
+    def __init__(self, tokens: np.ndarray, length: int):
+        require_window(tokens, length, "the training text")
+        self.tokens, self.length = tokens, length
+
+    def __len__(self) -> int:
+        return len(self.tokens) // self.length
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        window = torch.from_numpy(self.tokens[index * self.length : (index + 1) * self.length])
+        return {"input_ids": window, "labels": window}
+
+
+def require_window(tokens: np.ndarray, length: int, what: str) -> None:
+    if len(tokens) < length:
+        raise CableError(
+            f"{what} has {len(tokens)} tokens, fewer than one window of {length}. Give more text or a shorter length."
+        )

@@ -1,0 +1,150 @@
+"""What every encoding is: hooks at the four places where position can enter a transformer."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from cable_attn.bias import Bias, PotentialBias, prefix_sum
+from cable_attn.errors import CableError, unknown
+from cable_attn.layout import Layout
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What an encoding may know of the model that it serves."""
+
+    hidden_size: int
+    num_heads: int
+    head_dim: int
+    max_length: int
+    """The training length: the size of a learnable table, and where scaled RoPE starts to stretch."""
+    causal: bool = True
+
+
+class PotentialMemory(Protocol):
+    """Where the potential of earlier tokens is kept while decoding."""
+
+    def last(self, layout: Layout) -> Tensor | None:
+        """The potential of the token before the queries [B, H], if there is one."""
+
+    def append(self, c: Tensor) -> Tensor:
+        """Store the queries' potential [B, H, Tq] and return that of all keys [B, H, Tk]."""
+
+
+class Encoding(nn.Module):
+    """The base class does nothing, anywhere: it is NoPE. A subclass overrides the hook of the place where it acts.
+
+    Options are the keyword-only arguments of ``__init__``.
+    """
+
+    per_layer: ClassVar[bool] = True
+    """Each layer learns its own; otherwise one instance serves the whole model."""
+    causal_only: ClassVar[bool] = False
+    """Has no meaning when a token can see those after it."""
+    no_weight_decay: ClassVar[tuple[str, ...]] = ()
+    """Parameters with two or more dimensions that are scalars in spirit (a table of biases)."""
+
+    mix: Callable[[Tensor, Tensor | None, Tensor, Tensor], Tensor] | None = None
+    """``mix(scores, bias, q, visible) → scores``, for encodings that need the scores themselves. ``scores``, ``bias`` and
+    ``visible`` are [B, H, n, Tk] (bias and visible broadcast), ``q`` [B, H, n, D] already carries the softmax scale."""
+
+    def __init__(self, geometry: Geometry):
+        super().__init__()
+        self.geometry = geometry
+
+    def embed(self, x: Tensor, layout: Layout) -> Tensor:
+        """Token embeddings [B, Tq, C], before the first layer."""
+        return x
+
+    def rotate(self, q: Tensor, k: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+        """The new tokens' queries [B, H, Tq, D] and keys [B, H_kv, Tq, D], before keys are cached."""
+        return q, k
+
+    def bias(self, x: Tensor, layout: Layout, memory: PotentialMemory | None = None) -> Bias | None:
+        """What is added to the scores. ``x`` [B, Tq, C] is what the layer's attention reads."""
+        return None
+
+    def reset_parameters(self) -> None:
+        """Initialise what is the encoding's own; its sub-modules initialise themselves."""
+
+    @classmethod
+    def serves_all_layers(cls, options: Mapping[str, Any]) -> bool:
+        return not cls.per_layer
+
+
+class HeadLinear(nn.Linear):
+    """One number per head from each token, in fp32 (fp64 for fp64 models) whatever autocast or the model's dtype say.
+
+    With ``per_head_input`` head h reads only its own slice of x.
+    """
+
+    def __init__(self, geometry: Geometry, per_head_input: bool = False):
+        if per_head_input and geometry.hidden_size != geometry.num_heads * geometry.head_dim:
+            raise CableError(
+                f"per_head_input needs hidden_size = heads × head_dim, got {geometry.hidden_size} and "
+                f"{geometry.num_heads} × {geometry.head_dim}."
+            )
+        super().__init__(geometry.head_dim if per_head_input else geometry.hidden_size, geometry.num_heads)
+        self.per_head_input = per_head_input
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.02)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, T, C] → [B, H, T]."""
+        wide = at_least_float32(x.dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            weight, bias = self.weight.to(wide), self.bias.to(wide)
+            if self.per_head_input:
+                return torch.einsum("bthd,hd->bht", x.to(wide).unflatten(-1, weight.shape), weight) + bias[:, None]
+            return nn.functional.linear(x.to(wide), weight, bias).transpose(1, 2)
+
+
+class PotentialEncoding(Encoding):
+    """A bias ``κ(−g_i |c_i − c_j|)`` whose potential c is the running sum of a step that each token adds."""
+
+    kernel: ClassVar[str | None] = None
+
+    def steps(self, x: Tensor) -> Tensor:
+        """How much distance each token adds [B, H, Tq], at least 0."""
+        raise NotImplementedError
+
+    def gain(self, x: Tensor) -> Tensor | None:
+        """How strongly each query feels distance [B, H, Tq]; ``None`` means 1."""
+        return None
+
+    def bias(self, x: Tensor, layout: Layout, memory: PotentialMemory | None = None) -> PotentialBias:
+        steps = self.steps(x)
+        if layout.query_mask is not None:
+            steps = steps * layout.query_mask.unsqueeze(1)
+        initial = memory.last(layout) if memory is not None else None
+        c = prefix_sum(steps, starts=layout.query_starts, initial=initial)
+        if memory is not None:
+            c = memory.append(c)
+        return PotentialBias(c, self.gain(x), self.kernel)
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def distances(layout: Layout) -> Tensor:
+    """Every distance i − j that the layout holds, in the order of :class:`~cable_attn.bias.ToeplitzBias`: fp32 [n]."""
+    first = 0 if layout.causal else 1 - layout.key_length
+    return torch.arange(first, layout.key_length, device=layout.device, dtype=torch.float32)
+
+
+def check_options(name: str, encoding: type[Encoding], options: Mapping[str, Any]) -> None:
+    """Raise an error that names the nearest option for one that ``encoding`` does not have."""
+    parameters = inspect.signature(encoding.__init__).parameters.values()
+    allowed = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    for option in options:
+        if option not in allowed:
+            raise unknown(f"option of encoding {name!r}", option, allowed)

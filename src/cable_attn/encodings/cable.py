@@ -1,0 +1,92 @@
+"""CABLE: Context-aware Biases for Length Extrapolation (Veisi, Amirzadeh and Mansourian, 2025).
+
+Each token adds a distance that is learned from its content, and each query learns how strongly it feels distance:
+
+    f = ReLU(x W_c + b_c)         the step, one number per head and token
+    c = cumsum_t f                the potential
+    g = Softplus(x W_s + b_s)     the gain
+    b_ij = −g_i |c_i − c_j|       causal: the keys are at j ≤ i, so the distance is c_i − c_j
+
+CABLE_NW has no gain (g ≡ 1). K-CABLE bends the bias with a kernel, ``−log(1 + b_ij²)``, for models with few layers.
+With f ≡ 1 and a constant gain per head it is ALiBi.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from cable_attn.encodings.alibi import slopes
+from cable_attn.encodings.base import Geometry, HeadLinear, PotentialEncoding
+from cable_attn.errors import CableError, require_known
+
+INITS = ("paper", "spread")
+
+
+def _fill(parameter: nn.Parameter, values: Tensor) -> None:
+    """Set a parameter, unless transformers has just loaded it from a checkpoint."""
+    if not getattr(parameter, "_is_hf_initialized", False):
+        with torch.no_grad():
+            parameter.copy_(values)
+
+
+class CableNW(PotentialEncoding):
+    """CABLE without the gain."""
+
+    def __init__(self, geometry: Geometry, *, init: str = "paper", per_head_input: bool = False):
+        """init: ``paper`` starts every head with the same short window (weights N(0, 0.02), biases 0); ``spread``
+        spreads the heads over time scales, as ALiBi's slopes do. per_head_input: head h reads only its slice of x."""
+        super().__init__(geometry)
+        require_known("init", init, INITS)
+        self.init = init
+        self.step = HeadLinear(geometry, per_head_input)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.init == "spread":
+            slope = slopes(self.geometry.num_heads, self.step.bias.device)
+            self.step.reset_parameters()
+            _fill(self.step.weight, self.step.weight * slope[:, None])
+            _fill(self.step.bias, slope)
+
+    def steps(self, x: Tensor) -> Tensor:
+        return self.step(x).relu()
+
+
+class Cable(PotentialEncoding):
+    """The whole method."""
+
+    def __init__(
+        self, geometry: Geometry, *, init: str = "paper", per_head_input: bool = False, gain_floor: float = 0.0
+    ):
+        """init and per_head_input: as for :class:`CableNW`. gain_floor: added to the gain, so that distance always
+        counts and a cache may forget for good."""
+        super().__init__(geometry)
+        require_known("init", init, INITS)
+        if not (gain_floor >= 0 and math.isfinite(gain_floor)):
+            raise CableError(f"gain_floor must be a number of at least 0, got {gain_floor!r}.")
+        self.init, self.gain_floor = init, gain_floor
+        self.step = HeadLinear(geometry, per_head_input)
+        self.strength = HeadLinear(geometry, per_head_input)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.init == "spread":
+            slope = slopes(self.geometry.num_heads, self.step.bias.device)
+            _fill(self.step.bias, torch.ones_like(slope))
+            _fill(self.strength.bias, slope.expm1().log())
+
+    def steps(self, x: Tensor) -> Tensor:
+        return self.step(x).relu()
+
+    def gain(self, x: Tensor) -> Tensor:
+        return nn.functional.softplus(self.strength(x)) + self.gain_floor
+
+
+class KCable(Cable):
+    """CABLE through the kernel ``−log(1 + b²)``: a slower fall, so that few layers can still look far."""
+
+    kernel: ClassVar[str | None] = "log"

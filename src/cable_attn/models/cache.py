@@ -1,0 +1,85 @@
+"""The potential in a Hugging Face cache.
+
+The potential of layer l is kept as the keys of one more cache layer, number L + l: [B, H, T, 1] in float64. So every cache
+that transformers has (dynamic, static, offloaded) and everything it does to one (beam reordering, cropping, repeating)
+serves the potential too, with no class of our own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, StaticLayer
+
+from cable_attn.layout import Layout
+
+
+class CachedPotential:
+    """A :class:`~cable_attn.encodings.PotentialMemory` inside ``cache``."""
+
+    def __init__(self, cache: Cache, layer: int, num_layers: int):
+        self.cache, self.layer, self.slot = cache, layer, num_layers + layer
+
+    def last(self, layout: Layout) -> Tensor | None:
+        if self.slot >= len(self.cache.layers) or not self.cache.layers[self.slot].is_initialized:
+            return None
+        c = self.cache.layers[self.slot].keys.squeeze(-1)
+        if isinstance(layout.query_start, int):
+            return c[..., layout.query_start - 1] if layout.query_start else None
+        before = (layout.query_start - 1).clamp(min=0).reshape(1)
+        return c.index_select(-1, before).squeeze(-1) * (layout.query_start > 0)
+
+    def append(self, c: Tensor) -> Tensor:
+        while len(self.cache.layers) <= self.slot:
+            self.cache.layers.append(_blank_copy(self.cache.layers[self.layer]))
+        keys, _ = self.cache.update(c.unsqueeze(-1), c.new_empty(*c.shape, 0), self.slot)
+        return keys.squeeze(-1)
+
+
+def _blank_copy(layer):  # type: ignore[no-untyped-def]
+    """An empty cache layer of the same kind."""
+    if isinstance(layer, StaticLayer):
+        return type(layer)(max_cache_len=layer.max_cache_len)
+    return type(layer)()
+
+
+def make_layout(
+    tokens: Tensor,
+    *,
+    causal: bool,
+    window: int | None = None,
+    cache: Cache | None = None,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    document_ids: Tensor | None = None,
+) -> Layout:
+    """The layout of ``tokens`` [B, Tq, C] behind what the cache holds."""
+    new = tokens.shape[1]
+    seen: int | Tensor = 0 if cache is None else cache.get_seq_length()
+    if isinstance(seen, Tensor):
+        seen = seen.clone()  # a static cache counts on in place
+    keys = new if cache is None else cache.get_mask_sizes(new, 0)[0]
+    layout = Layout(
+        query_length=new,
+        key_length=keys,
+        query_start=seen,
+        device=tokens.device,
+        causal=causal,
+        window=window,
+        key_mask=_key_mask(attention_mask, keys),
+        document_ids=document_ids,
+        known_positions=position_ids,
+    )
+    layout.known_positions = layout.positions  # counted once for all layers
+    return layout
+
+
+def _key_mask(attention_mask: Tensor | None, keys: int) -> Tensor | None:
+    """The 2-D mask of transformers as bool [B, Tk], or nothing where it hides nothing."""
+    if attention_mask is None:
+        return None
+    mask = attention_mask.bool()
+    if mask.shape[1] < keys:
+        mask = torch.nn.functional.pad(mask, (0, keys - mask.shape[1]), value=False)
+    may_look = mask.device.type == "cpu" and not torch.compiler.is_compiling()
+    return None if may_look and bool(mask.all()) else mask

@@ -1,0 +1,180 @@
+"""What GPT and BERT share: attention with an encoding, the feed-forward part, and the fields that describe them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
+
+from cable_attn.attention import BACKENDS, attend, attention_weights, make_call
+from cable_attn.encodings import Encoding, Geometry, find_encoding
+from cable_attn.errors import CableError, require_known, unknown
+from cable_attn.layout import Layout
+from cable_attn.models.cache import CachedPotential
+
+
+class EncodedConfig(PreTrainedConfig):
+    """The fields that GPT and BERT share.
+
+    encoding: a name in ``ENCODINGS``; encoding_options: its options, see ``cable encodings``.
+    attention_backend: ``auto`` or one of ``BACKENDS``. attention_window: a sliding window in all layers.
+    """
+
+    is_causal = True
+    PRESETS: ClassVar[dict[str, dict[str, Any]]] = {}
+
+    vocab_size: int = 50304
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    num_key_value_heads: int | None = None
+    intermediate_size: int | None = None
+    max_position_embeddings: int = 1024
+    encoding: str = "cable"
+    encoding_options: dict | None = None
+    attention_backend: str = "auto"
+    attention_window: int | None = None
+    attention_dropout: float | int = 0.0
+    hidden_dropout: float | int = 0.0
+    hidden_act: str = "gelu_pytorch_tanh"
+    layer_norm_eps: float = 1e-5
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = True
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.encoding_options = dict(self.encoding_options or {})
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.intermediate_size is None:
+            self.intermediate_size = 4 * self.hidden_size
+        self._check()
+        super().__post_init__(**kwargs)
+
+    def _check(self) -> None:
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"):
+            if getattr(self, name) < 1:
+                raise CableError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        if self.hidden_size % self.num_attention_heads:
+            divisors = [str(n) for n in range(1, 65) if self.hidden_size % n == 0]
+            raise CableError(
+                f"num_attention_heads={self.num_attention_heads} does not divide hidden_size={self.hidden_size}. "
+                f"These do: {', '.join(divisors)}."
+            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise CableError(
+                f"num_key_value_heads={self.num_key_value_heads} does not divide "
+                f"num_attention_heads={self.num_attention_heads}."
+            )
+        require_known("attention backend", self.attention_backend, ["auto", *BACKENDS])
+        find_encoding(self.encoding, self.encoding_options, causal=self.is_causal)
+
+    @classmethod
+    def preset(cls, name: str, **overrides: Any):  # type: ignore[no-untyped-def]
+        """A known size, with any field set otherwise: ``preset("tiny", encoding="alibi", vocab_size=2048)``."""
+        require_known("preset", name, cls.PRESETS)
+        allowed = [f.name for f in fields(cls)]
+        for key in overrides:
+            if key not in allowed:
+                raise unknown(f"field of {cls.__name__}", key, allowed)
+        return cls(**{**cls.PRESETS[name], **overrides})
+
+    @property
+    def geometry(self) -> Geometry:
+        return Geometry(
+            hidden_size=self.hidden_size,
+            num_heads=self.num_attention_heads,
+            head_dim=self.hidden_size // self.num_attention_heads,
+            max_length=self.max_position_embeddings,
+            causal=self.is_causal,
+        )
+
+    def make_encoding(self, *, for_all_layers: bool) -> Encoding | None:
+        """The encoding for its place: the model's own instance, or a layer's; ``None`` at the other place."""
+        encoding = find_encoding(self.encoding, self.encoding_options, causal=self.is_causal)
+        if encoding.serves_all_layers(self.encoding_options) != for_all_layers:
+            return None
+        return encoding(self.geometry, **self.encoding_options)
+
+
+class SelfAttention(nn.Module):
+    """Queries, keys and values from one projection; position from the layer's encoding or the model's."""
+
+    def __init__(self, config: EncodedConfig, layer: int):
+        super().__init__()
+        self.config, self.layer = config, layer
+        self.heads, self.key_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = config.hidden_size // config.num_attention_heads
+        self.qkv = nn.Linear(config.hidden_size, (self.heads + 2 * self.key_heads) * self.head_dim)
+        self.out = nn.Linear(config.hidden_size, config.hidden_size)
+        self.encoding = config.make_encoding(for_all_layers=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        layout: Layout,
+        shared_encoding: Encoding | None = None,
+        cache: Cache | None = None,
+        need_weights: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """x [B, Tq, C] → the same, and the attention weights [B, H, Tq, Tk] if they are wanted."""
+        encoding = self.encoding if self.encoding is not None else shared_encoding
+        assert encoding is not None
+        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        q, k, v = qkv.split([self.heads, self.key_heads, self.key_heads], dim=1)
+        q, k = encoding.rotate(q, k, layout)
+        memory = None if cache is None else CachedPotential(cache, self.layer, self.config.num_hidden_layers)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer)
+        call = make_call(
+            q,
+            k,
+            v,
+            encoding.bias(x, layout, memory),
+            layout,
+            dropout=self.config.attention_dropout if self.training else 0.0,
+            mix=encoding.mix,
+        )
+        y = attend(call, self.config.attention_backend)
+        weights = attention_weights(call, range(q.shape[2])) if need_weights else None
+        return self.out(y.transpose(1, 2).flatten(2)), weights
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: EncodedConfig):
+        super().__init__()
+        self.up = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.act = ACT2FN[config.hidden_act]
+        self.down = nn.Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.up(x)))
+
+
+class EncodedModel(PreTrainedModel):
+    """Initialises encodings, which know how they start."""
+
+    supports_gradient_checkpointing = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, Encoding):
+            module.reset_parameters()
+
+    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
+        # Outside its own models transformers passes over modules whose parameters all belong to children, as those of
+        # encodings and attention do. It need not: everything here respects what has been loaded already.
+        super()._initialize_weights(module, is_custom_code=False)
+
+
+def undecayed_by_encodings(model: nn.Module) -> Iterator[str]:
+    """The names of matrices that their encoding wants free of weight decay."""
+    for name, module in model.named_modules():
+        if isinstance(module, Encoding):
+            yield from (f"{name}.{parameter}" for parameter in module.no_weight_decay)

@@ -1,0 +1,69 @@
+"""Results as people read them: a table in the terminal, and a figure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.table import Table
+
+Perplexities = Mapping[str, Mapping[int, float]]
+"""encoding → length → perplexity; a length that an encoding cannot read is absent."""
+
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")  # Okabe and Ito
+MARKERS = "osD^vPX"
+
+
+def lengths_of(results: Perplexities) -> list[int]:
+    return sorted({length for row in results.values() for length in row})
+
+
+def perplexity_table(results: Perplexities, trained_at: int) -> Table:
+    lengths = lengths_of(results)
+    table = Table(title=f"Perplexity on held-out text, trained on {trained_at} tokens", caption="Lower is better.")
+    table.add_column("encoding")
+    for length in lengths:
+        table.add_column(f"{length}\n{length / trained_at:g}×", justify="right")
+    best = {length: min(row.get(length, math.inf) for row in results.values()) for length in lengths}
+    for name, row in results.items():
+        cells = []
+        for length in lengths:
+            value = row.get(length)
+            text = "—" if value is None else f"{value:.1f}"
+            cells.append(f"[bold green]{text}[/]" if value == best[length] else text)
+        table.add_row(name, *cells)
+    return table
+
+
+def perplexity_figure(results: Perplexities, trained_at: int, stem: Path) -> list[Path]:
+    """Perplexity against length, as PNG and SVG. Needs matplotlib (the ``plot`` extra)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "cable-attn"  # the same figure gives the same bytes
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
+    for n, (name, row) in enumerate(results.items()):
+        style = {"color": COLOURS[n % len(COLOURS)], "marker": MARKERS[n % len(MARKERS)]}
+        axes.plot(list(row), list(row.values()), label=name, linewidth=2.5 if n == 0 else 1.5, **style)
+    axes.axvline(trained_at, color="0.6", linestyle=":", linewidth=1)
+    axes.annotate("trained here", (trained_at, 1), xycoords=("data", "axes fraction"), xytext=(4, -12),
+                  textcoords="offset points", fontsize=8, color="0.4")  # fmt: skip
+    lengths = lengths_of(results)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [str(length) for length in lengths])
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
+    axes.yaxis.set_minor_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
+    axes.set_xlabel("tokens read at once")
+    axes.set_ylabel("perplexity on held-out text")
+    axes.grid(axis="y", color="0.92")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    paths = [stem.with_suffix(".png"), stem.with_suffix(".svg")]
+    for path in paths:
+        figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
+    plt.close(figure)
+    return paths

@@ -1,0 +1,99 @@
+"""Training on Hugging Face's Trainer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers.trainer_utils import get_last_checkpoint
+
+from cable_attn.models.layers import undecayed_by_encodings
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    steps: int
+    batch_size: int
+    learning_rate: float = 6e-4
+    warmup_steps: int = 0
+    weight_decay: float = 0.1
+    seed: int = 0
+    save_every: int = 100
+
+
+def train(
+    model: PreTrainedModel,
+    windows: Dataset,
+    settings: TrainSettings,
+    folder: Path,
+    on_step: Callable[[int, float | None], None] | None = None,
+) -> list[dict[str, float]]:
+    """Train in place and return the log; ``folder`` keeps the checkpoints, from which a second call goes on.
+
+    ``on_step(step, loss)`` is called after each step; the loss is ``None`` between two log lines.
+    """
+    args = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=settings.steps,
+        per_device_train_batch_size=settings.batch_size,
+        learning_rate=settings.learning_rate,
+        lr_scheduler_type="cosine_with_min_lr",
+        lr_scheduler_kwargs={"min_lr_rate": 0.1},
+        warmup_steps=settings.warmup_steps,
+        weight_decay=settings.weight_decay,
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        max_grad_norm=1.0,
+        seed=settings.seed,
+        save_steps=settings.save_every,
+        save_total_limit=2,
+        logging_steps=10,
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    set_seed(settings.seed)
+    trainer = _Trainer(model=model, args=args, train_dataset=windows, callbacks=[_Progress(on_step)])
+    trainer.remove_callback(PrinterCallback)
+    trainer.train(resume_from_checkpoint=last_complete_checkpoint(folder))
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def last_complete_checkpoint(folder: Path) -> str | None:
+    """The newest checkpoint that was written to its end; one that was cut off is removed."""
+    while folder.is_dir() and (newest := get_last_checkpoint(str(folder))):
+        try:
+            json.loads((Path(newest) / "trainer_state.json").read_text())  # the Trainer writes it last
+            return newest
+        except (OSError, ValueError):
+            shutil.rmtree(newest)
+    return None
+
+
+def decayed_parameters(model: nn.Module) -> list[str]:
+    """Weight decay is for matrices only: not for biases, norms, or what an encoding calls a scalar."""
+    spared = set(undecayed_by_encodings(model))
+    return [name for name, value in model.named_parameters() if value.dim() >= 2 and name not in spared]
+
+
+class _Trainer(Trainer):
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        return decayed_parameters(model)
+
+
+class _Progress(TrainerCallback):
+    def __init__(self, on_step: Callable[[int, float | None], None] | None):
+        self.on_step = on_step or (lambda step, loss: None)
+
+    def on_step_end(self, args, state, control, **kwargs):  # type: ignore[no-untyped-def]
+        self.on_step(state.global_step, None)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):  # type: ignore[no-untyped-def]
+        if logs and "loss" in logs:
+            self.on_step(state.global_step, float(logs["loss"]))
