@@ -1,6 +1,6 @@
 """Hand-written fp64 oracles, one number at a time and sharing nothing with the package.
 
-``logits`` gives those of one sequence, [H][T][T], from the formulae in the papers; a key that cannot be seen is ``None``.
+``logits`` gives those of one sequence, [H][T][T], from the formulae in the papers; a key out of sight is ``None``.
 Heads, queries and keys are plain loops: slow, and easy to read beside the formula.
 """
 
@@ -31,7 +31,10 @@ def attention(logits: list[list[list[float | None]]], v: Tensor) -> Tensor:
 def logits(name: str, encoding, x: Tensor, q: Tensor, k: Tensor, causal: bool) -> list[list[list[float | None]]]:
     """x [T, C], q and k [H, T, D], all fp64; ``encoding`` is the module whose parameters count."""
     heads, length, dim = q.shape
-    raw = [[[float(q[h, i] @ k[h, j]) / math.sqrt(dim) for j in range(length)] for i in range(length)] for h in range(heads)]
+    raw = [
+        [[float(q[h, i] @ k[h, j]) / math.sqrt(dim) for j in range(length)] for i in range(length)]
+        for h in range(heads)
+    ]
     seen = [[not causal or j <= i for j in range(length)] for i in range(length)]
     if name.startswith("dapev2"):
         b = bias(name.removeprefix("dapev2-"), encoding.inner, x, heads, length, causal)

@@ -69,7 +69,9 @@ def requests(draw):
         "scale": draw(st.sampled_from([None, 0.7])),
     }
     if draw(st.booleans()):
-        options["key_mask"] = torch.tensor(draw(st.lists(st.booleans(), min_size=keys, max_size=keys))).expand(batch, -1)
+        options["key_mask"] = torch.tensor(draw(st.lists(st.booleans(), min_size=keys, max_size=keys))).expand(
+            batch, -1
+        )
     if draw(st.booleans()):
         changes = torch.tensor(draw(st.lists(st.booleans(), min_size=keys, max_size=keys)))
         options["document_ids"] = changes.cumsum(0).expand(batch, -1)
@@ -197,7 +199,9 @@ def test_alibi_from_a_step_of_one():
     slopes = torch.tensor(oracle.alibi_slopes(heads))
     assert slopes[:8].tolist() == [2.0**-n for n in range(1, 9)]
     c = torch.arange(length).double().expand(1, heads, -1)
-    rows = PotentialBias(c, slopes[None, :, None].expand(1, heads, length)).rows(torch.arange(length), torch.arange(length))
+    rows = PotentialBias(c, slopes[None, :, None].expand(1, heads, length)).rows(
+        torch.arange(length), torch.arange(length)
+    )
     index = torch.arange(length)
     assert torch.equal(rows[0].float(), -slopes[:, None, None] * (index[:, None] - index).abs())
 

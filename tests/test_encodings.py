@@ -237,7 +237,9 @@ def test_t5_buckets_are_those_of_transformers(causal):
     geometry = Geometry(hidden_size=8, num_heads=1, head_dim=8, max_length=16, causal=causal)
     encoding = ENCODINGS["t5"](geometry)
     distance = torch.arange(0 if causal else -700, 700)
-    theirs = T5Attention._relative_position_bucket(-distance, bidirectional=not causal, num_buckets=32, max_distance=128)
+    theirs = T5Attention._relative_position_bucket(
+        -distance, bidirectional=not causal, num_buckets=32, max_distance=128
+    )
     assert torch.equal(encoding._bucket(distance.float()), theirs)
 
 
@@ -301,7 +303,9 @@ def test_kerple_parameters_can_come_back_from_below_the_clamp():
     with torch.no_grad():
         encoding.p.fill_(-1.0)
         encoding.a.fill_(-1.0)
-    rows = encoding.bias(torch.zeros(1, 6, 8), Layout(6, 6, 0, torch.device("cpu"))).rows(torch.tensor([5]), torch.arange(6))
+    rows = encoding.bias(torch.zeros(1, 6, 8), Layout(6, 6, 0, torch.device("cpu"))).rows(
+        torch.tensor([5]), torch.arange(6)
+    )
     assert torch.allclose(rows[0, 0, 0, 0], -0.01 * torch.log1p(torch.tensor(0.05)))
     rows.sum().backward()
     assert encoding.p.grad.item() != 0 and encoding.a.grad.item() != 0
@@ -310,7 +314,9 @@ def test_kerple_parameters_can_come_back_from_below_the_clamp():
 def test_t5_clip_is_one_number_per_distance():
     geometry = Geometry(hidden_size=8, num_heads=1, head_dim=8, max_length=16)
     encoding = stir(ENCODINGS["t5"](geometry, clip=3))
-    rows = encoding.bias(torch.zeros(1, 6, 8), Layout(6, 6, 0, torch.device("cpu"))).rows(torch.tensor([5]), torch.arange(6))
+    rows = encoding.bias(torch.zeros(1, 6, 8), Layout(6, 6, 0, torch.device("cpu"))).rows(
+        torch.tensor([5]), torch.arange(6)
+    )
     assert rows.flatten().tolist() == [encoding.table[min(n, 3), 0].item() for n in (5, 4, 3, 2, 1, 0)]
 
 

@@ -85,9 +85,7 @@ def test_learnable_gpt_is_gpt2():
 
 
 def test_learnable_bert_is_bert():
-    config = BertConfig(
-        vocab_size=97, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64
-    )
+    config = BertConfig(vocab_size=97, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64)
     theirs = stir(BertForMaskedLM(config)).eval()
     ours = from_bert(theirs)
     mask = LEFT_MASK.flip(1)
@@ -282,7 +280,12 @@ def test_trainer_takes_the_models(tmp_path):
     rows = [{"input_ids": TEXT[0], "labels": TEXT[0]}] * 8
     model = CableGPTForCausalLM(small_gpt())
     args = TrainingArguments(
-        output_dir=str(tmp_path), max_steps=10, learning_rate=1e-2, report_to="none", save_strategy="no", disable_tqdm=True
+        output_dir=str(tmp_path),
+        max_steps=10,
+        learning_rate=1e-2,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
     )
     before = model(TEXT[:1], labels=TEXT[:1]).loss
     Trainer(model=model, args=args, train_dataset=rows).train()

@@ -1,7 +1,7 @@
 """What an encoding adds to the attention scores, and the accurate sum behind it.
 
-A :class:`Bias` has a definition, ``rows``: the exact values of any block of the score matrix. It is what tests, pictures
-and the plain backends use. :class:`PotentialBias` also has a fast form, ``b_ij = κ(−g_i |c_i − c_j|)``, from which a
+A :class:`Bias` has a definition, ``rows``: the exact values of any block of the score matrix. Tests, pictures and the
+plain backends use it. :class:`PotentialBias` also has a fast form, ``b_ij = κ(−g_i |c_i − c_j|)``, from which a
 backend can work without ever holding a T×T tensor.
 
 Shapes: B batch, H query heads, Tq queries, Tk keys. Query ``i`` stands at key index ``i + query_start``.

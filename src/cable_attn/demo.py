@@ -19,6 +19,9 @@ from cable_attn.models import CableGPTConfig, CableGPTForCausalLM
 from cable_attn.models.loading import load_causal_lm
 from cable_attn.training import TrainSettings, train
 
+OPTIONS: dict[str, dict[str, Any]] = {"sinusoidal": {"scale_tokens": True}}
+"""Where an encoding needs help to learn anything in so short a run."""
+
 Results = dict[str, dict[int, float]]
 """encoding → length → perplexity."""
 
@@ -30,19 +33,37 @@ class DemoSettings:
     encodings: tuple[str, ...] = ("cable", "alibi", "rope", "sinusoidal", "nope")
     length: int = 128
     multiples: tuple[int, ...] = (1, 2, 4, 8, 16)
-    steps: int = 400
-    batch_size: int = 8
-    learning_rate: float = 3e-3
+    steps: int = 600
+    batch_size: int = 4
+    learning_rate: float = 2e-3
     hidden_size: int = 128
-    layers: int = 4
+    layers: int = 3
     heads: int = 4
     vocab_size: int = 2048
     eval_tokens: int = 32768
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        for encoding in self.encodings:
+            self.model_config(encoding)  # a bad name or number must not come up an hour later
+
     @property
     def lengths(self) -> list[int]:
         return [self.length * multiple for multiple in self.multiples]
+
+    def model_config(self, encoding: str) -> CableGPTConfig:
+        return CableGPTConfig.preset(
+            "tiny",
+            encoding=encoding,
+            encoding_options=OPTIONS.get(encoding),
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            max_position_embeddings=self.length,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
 
 
 @dataclass(frozen=True)
@@ -62,8 +83,6 @@ def run_demo(out: Path, settings: DemoSettings, text: Path | None = None, watch:
     ``out`` receives ``results.json``, ``settings.json`` and a checkpoint folder for each encoding.
     """
     data = prepare_data(settings, text)
-    for encoding in settings.encodings:
-        _model_config(settings, encoding)  # a bad name or number must not come up an hour later
     writable_folder(out)
     _same_settings_as_before(out, settings, text)
     results: Results = {}
@@ -83,29 +102,15 @@ def prepare_data(settings: DemoSettings, text: Path | None) -> DemoData:
     tokenizer = train_bpe(train_documents, settings.vocab_size)
     return DemoData(
         tokenizer,
-        _checked(train_documents, tokenizer, settings.length),
+        _tokens(train_documents, tokenizer, settings.length),
         comparable(encode(held_out, tokenizer), settings.lengths, settings.eval_tokens),
     )
 
 
-def _checked(documents: list[Document], tokenizer: PreTrainedTokenizerBase, length: int) -> np.ndarray:
+def _tokens(documents: list[Document], tokenizer: PreTrainedTokenizerBase, length: int) -> np.ndarray:
     tokens = encode(documents, tokenizer)
-    Windows(tokens, length)
+    Windows(tokens, length)  # says what is wrong if they do not fill one
     return tokens
-
-
-def _model_config(settings: DemoSettings, encoding: str) -> CableGPTConfig:
-    return CableGPTConfig.preset(
-        "tiny",
-        encoding=encoding,
-        vocab_size=settings.vocab_size,
-        hidden_size=settings.hidden_size,
-        num_hidden_layers=settings.layers,
-        num_attention_heads=settings.heads,
-        max_position_embeddings=settings.length,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
 
 
 def _same_settings_as_before(out: Path, settings: DemoSettings, text: Path | None) -> None:
@@ -156,7 +161,7 @@ def _train_cell(
     tell: Callable[[str, float], None],
 ) -> None:
     set_seed(settings.seed)
-    model = CableGPTForCausalLM(_model_config(settings, encoding))
+    model = CableGPTForCausalLM(settings.model_config(encoding))
     loss = float("nan")
 
     def on_step(step: int, new_loss: float | None) -> None:

@@ -21,7 +21,9 @@ def writable_folder(path: Path) -> Path:
         with tempfile.TemporaryFile(dir=path):
             pass
     except OSError as error:
-        raise CableError(f"cannot write to folder {str(path)!r}: {error.strerror}. Choose another with --out.") from error
+        raise CableError(
+            f"cannot write to folder {str(path)!r}: {error.strerror}. Choose another with --out."
+        ) from error
     return path
 
 

@@ -15,8 +15,8 @@ class Layout:
     """Shared by all layers of a forward pass.
 
     Keys are counted from 0 to ``key_length``, cached ones included; query ``i`` stands at key ``i + query_start``.
-    ``key_mask`` [B, Tk] is true for real tokens and false for padding; ``document_ids`` [B, Tk] says which document of a
-    pack a token belongs to, and tokens see only their own document; ``window`` limits the distance to window − 1.
+    ``key_mask`` [B, Tk] is true for real tokens and false for padding; ``document_ids`` [B, Tk] says which document of
+    a pack a token belongs to, and tokens see only their own document; ``window`` limits the distance to window − 1.
     ``known_positions`` [B or 1, Tq] spares counting them anew.
     """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
@@ -13,6 +14,7 @@ Perplexities = Mapping[str, Mapping[int, float]]
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")  # Okabe and Ito
 MARKERS = "osD^vPX"
+NOTE: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8, "color": "0.4"}
 
 
 def lengths_of(results: Perplexities) -> list[int]:
@@ -46,11 +48,17 @@ def perplexity_figure(results: Perplexities, trained_at: int, stem: Path) -> lis
 
     figure, axes = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
     for n, (name, row) in enumerate(results.items()):
-        style = {"color": COLOURS[n % len(COLOURS)], "marker": MARKERS[n % len(MARKERS)]}
-        axes.plot(list(row), list(row.values()), label=name, linewidth=2.5 if n == 0 else 1.5, **style)
+        axes.plot(
+            list(row),
+            list(row.values()),
+            label=name,
+            color=COLOURS[n % len(COLOURS)],
+            marker=MARKERS[n % len(MARKERS)],
+            linewidth=2.5 if n == 0 else 1.5,
+            zorder=3 - n / 100,  # the first encoding lies on top
+        )
     axes.axvline(trained_at, color="0.6", linestyle=":", linewidth=1)
-    axes.annotate("trained here", (trained_at, 1), xycoords=("data", "axes fraction"), xytext=(4, -12),
-                  textcoords="offset points", fontsize=8, color="0.4")  # fmt: skip
+    axes.annotate("trained here", (trained_at, 0.97), xycoords=("data", "axes fraction"), xytext=(4, 0), **NOTE)
     lengths = lengths_of(results)
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [str(length) for length in lengths])
@@ -61,7 +69,7 @@ def perplexity_figure(results: Perplexities, trained_at: int, stem: Path) -> lis
     axes.set_ylabel("perplexity on held-out text")
     axes.grid(axis="y", color="0.92")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    figure.legend(frameon=False, loc="outside right upper")
     paths = [stem.with_suffix(".png"), stem.with_suffix(".svg")]
     for path in paths:
         figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)

@@ -77,7 +77,7 @@ def attend(call: Call, backend: str = "auto") -> Tensor:
 def choose(call: Call, backend: str = "auto") -> tuple[ModuleType, list[str]]:
     """The backend that serves the call, and in words why the ones before it did not."""
     require_known("attention backend", backend, ["auto", *BACKENDS])
-    passed = []
+    passed: list[str] = []
     for name, candidate in BACKENDS.items():
         if backend not in ("auto", name):
             continue

@@ -41,7 +41,7 @@ class Call:
         return self.q.shape[1] // self.k.shape[1]
 
     def indices(self, rows: range, *, only_visible: bool = False) -> tuple[Tensor, Tensor]:
-        """The queries of ``rows`` and the keys, as index tensors; ``only_visible`` leaves out keys after the last row."""
+        """The queries of ``rows`` and the keys, as index tensors; ``only_visible`` leaves out keys past the rows."""
         keys = self.k.shape[2]
         if only_visible and self.layout.causal and isinstance(self.layout.query_start, int):
             keys = rows.stop + self.layout.query_start
@@ -61,11 +61,12 @@ def check(call: Call) -> None:
     if q.shape[1] % k.shape[1]:
         raise CableError(f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} key heads.")
     start = layout.query_start
-    if (layout.causal or call.bias is not None) and isinstance(start, int):
-        if start < 0 or start + q.shape[2] > k.shape[2]:
-            raise CableError(
-                f"{q.shape[2]} queries from key {start} on do not lie within {k.shape[2]} keys: each query must have its key."
-            )
+    has_places = (layout.causal or call.bias is not None) and isinstance(start, int)
+    if has_places and not 0 <= start <= k.shape[2] - q.shape[2]:
+        raise CableError(
+            f"{q.shape[2]} queries from key {start} on do not lie within {k.shape[2]} keys: "
+            "each query must stand at a key."
+        )
     if layout.window is not None and layout.window < 1:
         raise CableError(f"window must be at least 1, got {layout.window}.")
     for name, value in (("key_mask", layout.key_mask), ("document_ids", layout.document_ids)):

@@ -1,7 +1,7 @@
 """PyTorch's ``scaled_dot_product_attention``, on any device.
 
 A causal potential bias needs no T×T tensor: ``−g_i c_i`` is constant along a row and cancels in the softmax, so
-``s_ij + g_i c_j`` is the whole method, and one more column on q (the gain) and on k (the potential) computes it exactly.
+``s_ij + g_i c_j`` is the whole method, and one more column on q (the gain) and on k (the potential) computes it.
 The columns are fp32 and centred on the rows at hand, so that the rounding of ``g_i c_j`` does not grow with the text.
 Every other bias is written out, a block of rows at a time.
 """
@@ -119,7 +119,5 @@ def _attend(call: Call, rows: range) -> Tensor:
         if call.bias is not None:
             bias = call.bias.rows(i, j, call.layout.query_start).to(wide)
             mask = bias.masked_fill(~mask, float("-inf"))
-    out = scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=call.dropout, scale=scale, enable_gqa=grouped
-    )
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=call.dropout, scale=scale, enable_gqa=grouped)
     return out[..., : call.v.shape[-1]].masked_fill(sees_nothing, 0.0).to(call.v.dtype)

@@ -1,6 +1,6 @@
 """Every position encoding behind one interface: one file per method, its maths in the docstring.
 
-To add one: write the file, add its line to :data:`ENCODINGS`, add its row to docs/encodings.md. The shared tests find it.
+To add one: write the file, add its line to :data:`ENCODINGS` and its row to docs/encodings.md. The tests find it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def find_encoding(name: str, options: Mapping[str, Any], causal: bool = True) ->
     check_options(name, encoding, options)
     if encoding.causal_only and not causal:
         serves = ", ".join(n for n, e in ENCODINGS.items() if not e.causal_only)
-        raise CableError(f"encoding {name!r} is defined for causal attention only. Bidirectional models take: {serves}.")
+        raise CableError(
+            f"encoding {name!r} is defined for causal attention only. Bidirectional models take: {serves}."
+        )
     return encoding
 
 

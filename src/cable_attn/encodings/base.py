@@ -51,8 +51,8 @@ class Encoding(nn.Module):
     """Parameters with two or more dimensions that are scalars in spirit (a table of biases)."""
 
     mix: Callable[[Tensor, Tensor | None, Tensor, Tensor], Tensor] | None = None
-    """``mix(scores, bias, q, visible) → scores``, for encodings that need the scores themselves. ``scores``, ``bias`` and
-    ``visible`` are [B, H, n, Tk] (bias and visible broadcast), ``q`` [B, H, n, D] already carries the softmax scale."""
+    """``mix(scores, bias, q, visible) → scores``, for encodings that need the scores themselves. ``scores``, ``bias``
+    and ``visible`` are [B, H, n, Tk] (the last two broadcast); ``q`` [B, H, n, D] carries the softmax scale already."""
 
     def __init__(self, geometry: Geometry):
         super().__init__()

@@ -26,7 +26,7 @@ from cable_attn.errors import CableError, require_known
 INITS = ("paper", "spread")
 
 
-def _fill(parameter: nn.Parameter, values: Tensor) -> None:
+def _fill(parameter: Tensor, values: Tensor) -> None:
     """Set a parameter, unless transformers has just loaded it from a checkpoint."""
     if not getattr(parameter, "_is_hf_initialized", False):
         with torch.no_grad():

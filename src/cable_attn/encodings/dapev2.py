@@ -1,9 +1,9 @@
-"""DAPEv2: Data-Adaptive Position Encoding as convolution over the score maps (Zheng et al., 2024), on top of another bias.
+"""DAPEv2: position encoding as convolution over the score maps (Zheng et al., 2024), on top of another bias.
 
     logits = s + b + Conv(LeakyReLU(Conv(tril [s; b])))
 
-The scores and the inner bias of all heads are the 2H channels of a picture; two 1×3 convolutions along the keys (2H → 32
-→ H) look at neighbouring keys. What a query cannot see is zero at both layers: a row never depends on later tokens.
+The scores and the inner bias of all heads are the 2H channels of a picture; two 1×3 convolutions along the keys (2H →
+32 → H) look at neighbouring keys. What a query cannot see is zero at both layers: a row never depends on later tokens.
 It holds the scores by nature, so long texts are evaluated in blocks of rows.
 """
 
@@ -38,6 +38,7 @@ class DapeV2(Encoding):
     def reset_parameters(self) -> None:
         for convolution in (self.first, self.second):
             nn.init.normal_(convolution.weight, std=0.02)
+            assert convolution.bias is not None
             nn.init.zeros_(convolution.bias)
 
     def bias(self, x: Tensor, layout: Layout, memory: PotentialMemory | None = None) -> Bias | None:

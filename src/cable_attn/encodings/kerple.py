@@ -1,7 +1,7 @@
 """KERPLE: kernelised relative positions (Chi et al., 2022), two learned numbers per head.
 
-    log      b_ij = −p log(1 + a |i − j|)        p ~ U(0, 2), a ~ U(0, 1), both kept at least 1e-2
-    power    b_ij = −a |i − j|^p                 the same, p at most 2
+log      b_ij = −p log(1 + a |i − j|)        p ~ U(0, 2), a ~ U(0, 1), both kept at least 1e-2
+power    b_ij = −a |i − j|^p                 the same, p at most 2
 """
 
 from __future__ import annotations

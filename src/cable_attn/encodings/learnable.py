@@ -28,8 +28,8 @@ class Learnable(Encoding):
 
     def embed(self, x: Tensor, layout: Layout) -> Tensor:
         size = len(self.table)
-        # A longer layout may still hold short documents, so look at the positions, unless a GPU would have to wait for it
-        # or a graph cannot: there the look-up itself asserts its bounds.
+        # A longer layout may still hold short documents, so look at the positions, unless a GPU would have to wait for
+        # it or a graph cannot: there the look-up itself asserts its bounds.
         may_look = (layout.key_length > size or x.device.type == "cpu") and not torch.compiler.is_compiling()
         if may_look and (longest := int(layout.positions.max()) + 1) > size:
             raise CableError(

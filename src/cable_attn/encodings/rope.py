@@ -1,7 +1,7 @@
 """RoPE: Rotary Position Embedding (Su et al., 2021), and three ways to stretch it.
 
-Pairs (k, k + D/2) of each query and key are turned by ``t · θ_k``, ``θ_k = base^(−2k/D)``, so that their product depends
-on the distance only. To read past the training length L by a factor s:
+Pairs (k, k + D/2) of each query and key are turned by ``t · θ_k``, ``θ_k = base^(−2k/D)``, so that their product
+depends on the distance only. To read past the training length L by a factor s:
 
     linear    positions are divided by s (Chen et al., 2023)
     ntk       base ← base · s^(D/(D−2)): fast waves stay, slow ones stretch
@@ -34,7 +34,9 @@ class Rope(Encoding):
         super().__init__(geometry)
         require_known("scaling", scaling, SCALINGS)
         if geometry.head_dim % 2:
-            raise CableError(f"encoding 'rope' turns pairs, so the head dimension must be even, got {geometry.head_dim}.")
+            raise CableError(
+                f"encoding 'rope' turns pairs, so the head dimension must be even, got {geometry.head_dim}."
+            )
         if factor < 1:
             raise CableError(f"factor must be at least 1, got {factor!r}.")
         if scaling == "none" and factor != 1:

@@ -39,7 +39,7 @@ class T5(Encoding):
         super().__init__(geometry)
         if buckets < 4 or buckets % 4 or max_distance <= buckets:
             raise CableError(
-                f"buckets must be a multiple of 4 below max_distance, got buckets={buckets}, max_distance={max_distance}."
+                f"buckets must be a multiple of 4 below max_distance, got {buckets} and max_distance={max_distance}."
             )
         if clip is not None and clip < 1:
             raise CableError(f"clip must be at least 1, got {clip}.")
@@ -65,7 +65,7 @@ class T5(Encoding):
         return (distance.clamp(lowest, self.clip) - lowest).long()
 
     def _bucket(self, distance: Tensor) -> Tensor:
-        buckets, after = self.buckets, 0
+        buckets, after = self.buckets, torch.zeros_like(distance, dtype=torch.long)
         if not self.geometry.causal:
             buckets //= 2
             after = (distance < 0).long() * buckets

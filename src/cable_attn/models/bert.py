@@ -77,7 +77,7 @@ class CableBertModel(CableBertPreTrainedModel):
         return self.word_embeddings
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        self.word_embeddings = value
+        self.word_embeddings = value  # type: ignore[assignment]
 
     @can_return_tuple
     def forward(
@@ -92,7 +92,7 @@ class CableBertModel(CableBertPreTrainedModel):
         output_hidden_states: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutput:
-        """attention_mask: [B, T], 0 for padding. document_ids: [B, T], the document of a pack that a token belongs to."""
+        """attention_mask: [B, T], 0 for padding. document_ids: [B, T], which document of a pack a token is in."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
         x = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds

@@ -1,11 +1,13 @@
 """The potential in a Hugging Face cache.
 
-The potential of layer l is kept as the keys of one more cache layer, number L + l: [B, H, T, 1] in float64. So every cache
-that transformers has (dynamic, static, offloaded) and everything it does to one (beam reordering, cropping, repeating)
-serves the potential too, with no class of our own.
+The potential of layer l is kept as the keys of one more cache layer, number L + l: [B, H, T, 1] in float64. So every
+cache that transformers has (dynamic, static, offloaded) and everything it does to one (beam reordering, cropping,
+repeating) serves the potential too, with no class of our own.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,9 +23,10 @@ class CachedPotential:
         self.cache, self.layer, self.slot = cache, layer, num_layers + layer
 
     def last(self, layout: Layout) -> Tensor | None:
-        if self.slot >= len(self.cache.layers) or not self.cache.layers[self.slot].is_initialized:
+        layer: Any = self.cache.layers[self.slot] if self.slot < len(self.cache.layers) else None
+        if layer is None or not layer.is_initialized:
             return None
-        c = self.cache.layers[self.slot].keys.squeeze(-1)
+        c = layer.keys.squeeze(-1)
         if isinstance(layout.query_start, int):
             return c[..., layout.query_start - 1] if layout.query_start else None
         before = (layout.query_start - 1).clamp(min=0).reshape(1)
@@ -36,7 +39,7 @@ class CachedPotential:
         return keys.squeeze(-1)
 
 
-def _blank_copy(layer):  # type: ignore[no-untyped-def]
+def _blank_copy(layer: Any) -> Any:
     """An empty cache layer of the same kind."""
     if isinstance(layer, StaticLayer):
         return type(layer)(max_cache_len=layer.max_cache_len)

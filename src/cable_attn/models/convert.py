@@ -15,7 +15,7 @@ from cable_attn.models.gpt import CableGPTConfig, CableGPTForCausalLM
 
 
 def from_gpt2(source: str | GPT2LMHeadModel, encoding: str = "learnable", **fields: Any) -> CableGPTForCausalLM:
-    """A GPT-2 (or its name or folder) as ours. Any encoding but ``learnable`` starts new and leaves its positions out."""
+    """A GPT-2 (or its name or folder) as ours. Any encoding but ``learnable`` starts new, without its positions."""
     gpt2 = AutoModelForCausalLM.from_pretrained(source) if isinstance(source, str) else source
     if not isinstance(gpt2, GPT2LMHeadModel):
         raise CableError(f"from_gpt2 takes a GPT2LMHeadModel, got {type(gpt2).__name__}.")
@@ -44,7 +44,7 @@ def from_gpt2(source: str | GPT2LMHeadModel, encoding: str = "learnable", **fiel
 
 
 def from_bert(source: str | BertForMaskedLM, encoding: str = "learnable", **fields: Any) -> CableBertForMaskedLM:
-    """A BERT (or its name or folder) as ours. Any encoding but ``learnable`` starts new and leaves its positions out."""
+    """A BERT (or its name or folder) as ours. Any encoding but ``learnable`` starts new, without its positions."""
     bert = AutoModelForMaskedLM.from_pretrained(source) if isinstance(source, str) else source
     if not isinstance(bert, BertForMaskedLM):
         raise CableError(f"from_bert takes a BertForMaskedLM, got {type(bert).__name__}.")

@@ -102,7 +102,7 @@ class CableGPTModel(CableGPTPreTrainedModel):
         return self.wte
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        self.wte = value
+        self.wte = value  # type: ignore[assignment]
 
     @can_return_tuple
     def forward(
@@ -118,7 +118,7 @@ class CableGPTModel(CableGPTPreTrainedModel):
         output_hidden_states: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """attention_mask: [B, Tk], 0 for padding. document_ids: [B, Tk], the document of a pack that a token belongs to;
+        """attention_mask: [B, Tk], 0 for padding. document_ids: [B, Tk], which document of a pack a token belongs to:
         attention, potential and positions stay inside it."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")

@@ -48,16 +48,19 @@ class EncodedConfig(PreTrainedConfig):
     tie_word_embeddings: bool = True
 
     def __post_init__(self, **kwargs: Any) -> None:
-        self.encoding_options = dict(self.encoding_options or {})
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
-        if self.intermediate_size is None:
-            self.intermediate_size = 4 * self.hidden_size
         self._check()
         super().__post_init__(**kwargs)
 
     def _check(self) -> None:
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"):
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "max_position_embeddings",
+        ):
             if getattr(self, name) < 1:
                 raise CableError(f"{name} must be at least 1, got {getattr(self, name)}.")
         if self.hidden_size % self.num_attention_heads:
@@ -66,13 +69,25 @@ class EncodedConfig(PreTrainedConfig):
                 f"num_attention_heads={self.num_attention_heads} does not divide hidden_size={self.hidden_size}. "
                 f"These do: {', '.join(divisors)}."
             )
-        if self.num_attention_heads % self.num_key_value_heads:
+        if self.num_attention_heads % self.key_heads:
             raise CableError(
                 f"num_key_value_heads={self.num_key_value_heads} does not divide "
                 f"num_attention_heads={self.num_attention_heads}."
             )
         require_known("attention backend", self.attention_backend, ["auto", *BACKENDS])
-        find_encoding(self.encoding, self.encoding_options, causal=self.is_causal)
+        find_encoding(self.encoding, self.options, causal=self.is_causal)
+
+    @property
+    def key_heads(self) -> int:
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def feed_forward_size(self) -> int:
+        return self.intermediate_size or 4 * self.hidden_size
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return self.encoding_options or {}
 
     @classmethod
     def preset(cls, name: str, **overrides: Any):  # type: ignore[no-untyped-def]
@@ -96,10 +111,10 @@ class EncodedConfig(PreTrainedConfig):
 
     def make_encoding(self, *, for_all_layers: bool) -> Encoding | None:
         """The encoding for its place: the model's own instance, or a layer's; ``None`` at the other place."""
-        encoding = find_encoding(self.encoding, self.encoding_options, causal=self.is_causal)
-        if encoding.serves_all_layers(self.encoding_options) != for_all_layers:
+        encoding = find_encoding(self.encoding, self.options, causal=self.is_causal)
+        if encoding.serves_all_layers(self.options) != for_all_layers:
             return None
-        return encoding(self.geometry, **self.encoding_options)
+        return encoding(self.geometry, **self.options)
 
 
 class SelfAttention(nn.Module):
@@ -108,7 +123,7 @@ class SelfAttention(nn.Module):
     def __init__(self, config: EncodedConfig, layer: int):
         super().__init__()
         self.config, self.layer = config, layer
-        self.heads, self.key_heads = config.num_attention_heads, config.num_key_value_heads
+        self.heads, self.key_heads = config.num_attention_heads, config.key_heads
         self.head_dim = config.hidden_size // config.num_attention_heads
         self.qkv = nn.Linear(config.hidden_size, (self.heads + 2 * self.key_heads) * self.head_dim)
         self.out = nn.Linear(config.hidden_size, config.hidden_size)
@@ -148,9 +163,9 @@ class SelfAttention(nn.Module):
 class FeedForward(nn.Module):
     def __init__(self, config: EncodedConfig):
         super().__init__()
-        self.up = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.up = nn.Linear(config.hidden_size, config.feed_forward_size)
         self.act = ACT2FN[config.hidden_act]
-        self.down = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.down = nn.Linear(config.feed_forward_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.act(self.up(x)))

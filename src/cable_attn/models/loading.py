@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -15,7 +16,7 @@ def load_causal_lm(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
     if not (folder / "config.json").is_file():
         raise CableError(f"{str(folder)!r} is not a checkpoint: it has no config.json.")
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, output_loading_info=True, use_safetensors=True, trust_remote_code=False, local_files_only=True
         )
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -24,7 +25,10 @@ def load_causal_lm(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CableError(f"checkpoint {str(folder)!r} cannot be loaded: {reason}") from error
+    model, info = loaded
     absent = sorted(info["missing_keys"])
     if absent:
-        raise CableError(f"checkpoint {str(folder)!r} is not complete: it lacks {', '.join(absent[:3])} ({len(absent)}).")
+        raise CableError(
+            f"checkpoint {str(folder)!r} is not complete: it lacks {', '.join(absent[:3])} ({len(absent)})."
+        )
     return model, tokenizer

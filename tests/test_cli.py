@@ -1,0 +1,239 @@
+"""The command line as people meet it: in its own process, with its exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import cable_attn
+from cable_attn import cli
+from cable_attn.report import perplexity_table
+
+SMALL = ["--steps", "6", "--length", "16", "--eval-tokens", "1024", "--encodings", "cable,rope"]
+
+
+def start(*args: str, **kwargs) -> subprocess.Popen:
+    environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
+    command = [sys.executable, "-m", "cable_attn.cli", *args]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, **kwargs
+    )
+
+
+def cable(*args: str) -> tuple[int, str, str]:
+    process = start(*args)
+    out, err = process.communicate(timeout=240)
+    return process.returncode, out, err
+
+
+@pytest.fixture
+def in_process(monkeypatch, capsys):
+    """The same without waiting for a new process."""
+
+    def call(*args: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["cable", *args])
+        monkeypatch.setenv("COLUMNS", "200")
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        out, err = capsys.readouterr()
+        return stop.value.code, out, err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """One small demo, for all tests that only look."""
+    out = tmp_path_factory.mktemp("demo") / "run"
+    code, printed, err = cable("demo", "--out", str(out), *SMALL)
+    assert code == 0, err
+    assert "cable" in printed and "rope" in printed and "16×" in printed
+    return out
+
+
+def test_demo_leaves_numbers_figure_and_checkpoints(run):
+    results = json.loads((run / "results.json").read_text())
+    assert list(results) == ["cable", "rope"]
+    assert [int(length) for length in results["cable"]] == [16, 32, 64, 128, 256]
+    assert all(value > 1 for row in results.values() for value in row.values())
+    assert (run / "perplexity.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (run / "perplexity.svg").read_text()
+    model = AutoModelForCausalLM.from_pretrained(run / "cable")
+    tokenizer = AutoTokenizer.from_pretrained(run / "cable")
+    assert type(model).__name__ == "CableGPTForCausalLM"
+    ids = tokenizer("It is a truth", return_tensors="pt").input_ids
+    assert model.generate(ids, max_new_tokens=3, do_sample=False).shape[1] == ids.shape[1] + 3
+    assert {path.name for path in run.iterdir()} == {
+        "cable", "rope", "results.json", "settings.json", "perplexity.png", "perplexity.svg",
+    }  # fmt: skip
+
+
+def test_demo_is_deterministic(run, tmp_path):
+    code, _, err = cable("demo", "--out", str(tmp_path), *SMALL)
+    assert code == 0, err
+    assert (tmp_path / "results.json").read_text() == (run / "results.json").read_text()
+
+
+def test_demo_keeps_what_is_done_and_can_add(run, tmp_path):
+    out = tmp_path / "copy"
+    shutil.copytree(run, out)
+    before = (out / "cable" / "model.safetensors").stat().st_mtime_ns
+    code, _, err = cable("demo", "--out", str(out), *SMALL[:-1], "cable,nope")
+    assert code == 0, err
+    assert (out / "cable" / "model.safetensors").stat().st_mtime_ns == before
+    assert list(json.loads((out / "results.json").read_text())) == ["cable", "nope"]
+
+
+def test_a_killed_demo_goes_on_and_ends_the_same(run, tmp_path):
+    """kill −9 while it works; the second call ends with the numbers of the uninterrupted run."""
+    process = start("demo", "--out", str(tmp_path), *SMALL)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / ".rope.training").exists() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert (tmp_path / "cable" / "model.safetensors").exists()
+    code, _, err = cable("demo", "--out", str(tmp_path), *SMALL)
+    assert code == 0, err
+    assert (tmp_path / "results.json").read_text() == (run / "results.json").read_text()
+    assert not [path for path in tmp_path.iterdir() if "training" in path.name]
+
+
+def test_demo_on_own_text(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog, and the dog sleeps on. " * 400)
+    code, _, err = cable(
+        "demo",
+        "--text",
+        str(text),
+        "--out",
+        str(tmp_path / "run"),
+        "--steps",
+        "2",
+        "--length",
+        "4",
+        "--encodings",
+        "alibi",
+    )
+    assert code == 0, err
+    assert list(json.loads((tmp_path / "run" / "results.json").read_text())) == ["alibi"]
+
+
+def test_eval(run):
+    code, out, err = cable("eval", str(run / "cable"), "--lengths", "16,64", "--tokens", "512")
+    assert code == 0, err
+    assert re.search(r"64\s*│\s*\d+\.\d\d", out)
+
+
+def test_encodings_lists_all(in_process):
+    code, out, _ = in_process("encodings")
+    assert code == 0
+    assert all(name in out for name in cable_attn.ENCODINGS)
+    assert "gain_floor=0.0" in out
+
+
+def test_help_teaches(in_process):
+    code, out, _ = in_process("--help")
+    assert code == 0 and "Train short, read long" in out and "demo" in out
+    code, out, _ = in_process("demo", "--help")
+    assert code == 0 and "AutoModelForCausalLM.from_pretrained" in out
+    code, out, _ = in_process("--version")
+    assert (code, out.strip()) == (0, f"cable-attn {cable_attn.__version__}")
+
+
+@pytest.fixture
+def bad_folders(run, tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "short.txt").write_text("Too short to train on.")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    shutil.copytree(run, tmp_path / "run")
+    shutil.copytree(run / "cable", tmp_path / "corrupt")
+    weights = tmp_path / "corrupt" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["demo", "--encodings", "cabel"], "unknown encoding 'cabel'. Did you mean 'cable'?"),
+        (["demo", "--encodings", ","], "--encodings is empty"),
+        (["demo", "--text", "{}/nowhere.txt"], "no such file or folder"),
+        (["demo", "--text", "{}/empty.txt"], "is empty"),
+        (["demo", "--text", "{}/short.txt"], "fewer than one window of 128"),
+        (["demo", "--out", "{}/file/run"], "cannot write to folder"),
+        (["demo", "--out", "{}/run", "--steps", "7", "--length", "16"], "other settings (steps, eval_tokens)"),
+        (["demo", "--out", "{}/mine", "--fresh"], "will not delete it"),
+        (["demo", "--steps", "0"], "--steps"),
+        (["eval", "{}/corrupt"], "cannot be loaded"),
+        (["eval", "{}/mine"], "is not a checkpoint: it has no config.json"),
+        (["eval", "{}/run/cable", "--lengths", "12,x"], "whole numbers like 128,512, got 'x'"),
+        (["eval", "{}/run/cable", "--text", "{}/short.txt"], "fewer than one window"),
+        (["dmeo"], "dmeo"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(args, words, bad_folders, in_process):
+    args = [arg.format(bad_folders) for arg in args]
+    if args[0] == "demo" and "--out" not in args:
+        args += ["--out", str(bad_folders / "new")]
+    before = sorted(str(path) for path in bad_folders.rglob("*"))
+    code, _, err = in_process(*args)
+    assert code == 2
+    assert words in " ".join(err.split()), err
+    assert "Traceback" not in err
+    after = sorted(str(path) for path in bad_folders.rglob("*"))
+    assert [path for path in after if path not in before] == [], "nothing may be left behind"
+    assert (bad_folders / "mine" / "thesis.txt").exists()
+
+
+def test_a_real_process_prints_no_traceback(tmp_path):
+    code, out, err = cable("demo", "--encodings", "cabel", "--out", str(tmp_path / "run"))
+    assert (code, out) == (2, "")
+    assert err.startswith("Error: unknown encoding 'cabel'") and err.count("\n") == 1
+
+
+def test_importing_needs_no_extra_and_does_no_work():
+    """Every optional package blocked, no network, no files written, no threads or kernels started."""
+    code = """
+import sys
+for name in ("matplotlib", "triton", "datasets", "tiktoken", "sentence_transformers", "plotly", "tensorboard", "peft",
+             "mteb", "lm_eval", "bitsandbytes"):
+    sys.modules[name] = None
+import socket
+def refuse(*args, **kwargs): raise AssertionError("network at import")
+socket.socket.connect = refuse
+import cable_attn, cable_attn.cli, cable_attn.demo, cable_attn.report
+import torch
+assert not torch.cuda.is_initialized()
+model = cable_attn.CableGPTForCausalLM(cable_attn.CableGPTConfig.preset("tiny", vocab_size=50, hidden_size=32))
+print(model(torch.tensor([[1, 2]])).logits.shape)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "2, 50" in done.stdout
+
+
+def test_the_demo_without_matplotlib_says_what_to_install(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    cli._draw({"cable": {16: 2.0}}, 16, tmp_path / "figure")
+    assert "cable-attn[plot]" in capsys.readouterr().out
+
+
+def test_the_table_marks_the_best_and_what_cannot_be_read():
+    console = Console(width=100, color_system=None, record=True)
+    console.print(perplexity_table({"cable": {8: 2.0, 16: 1.5}, "learnable": {8: 1.75}}, 8))
+    text = console.export_text()
+    assert re.search(r"learnable\s*│\s*1\.8\s*│\s*—", text)
