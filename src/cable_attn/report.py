@@ -38,6 +38,21 @@ def perplexity_table(results: Perplexities, trained_at: int) -> Table:
     return table
 
 
+def perplexity_markdown(results: Perplexities, trained_at: int) -> str:
+    """The same table for a document, the best of each column in bold."""
+    lengths = lengths_of(results)
+    lines = ["| encoding | " + " | ".join(f"{length} ({length / trained_at:g}×)" for length in lengths) + " |"]
+    lines.append("|---" * (len(lengths) + 1) + "|")
+    for name, row in results.items():
+        cells = []
+        for length in lengths:
+            best = min(other.get(length, math.inf) for other in results.values())
+            text = f"{row[length]:.1f}" if length in row else "—"
+            cells.append(f"**{text}**" if row.get(length) == best else text)
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def perplexity_figure(results: Perplexities, trained_at: int, stem: Path) -> list[Path]:
     """Perplexity against length, as PNG and SVG. Needs matplotlib (the ``plot`` extra)."""
     import matplotlib

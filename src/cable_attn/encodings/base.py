@@ -141,10 +141,13 @@ def distances(layout: Layout) -> Tensor:
     return torch.arange(first, layout.key_length, device=layout.device, dtype=torch.float32)
 
 
+def option_names(encoding: type[Encoding]) -> list[str]:
+    parameters = inspect.signature(encoding.__init__).parameters.values()
+    return [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+
+
 def check_options(name: str, encoding: type[Encoding], options: Mapping[str, Any]) -> None:
     """Raise an error that names the nearest option for one that ``encoding`` does not have."""
-    parameters = inspect.signature(encoding.__init__).parameters.values()
-    allowed = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
     for option in options:
-        if option not in allowed:
-            raise unknown(f"option of encoding {name!r}", option, allowed)
+        if option not in option_names(encoding):
+            raise unknown(f"option of encoding {name!r}", option, option_names(encoding))

@@ -1,0 +1,46 @@
+"""What the documents say is what the code does."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from cable_attn import ENCODINGS
+from cable_attn.encodings.base import option_names
+from cable_attn.report import perplexity_markdown
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_readme_shows_the_stored_run_of_the_demo():
+    stored = json.loads((ROOT / "docs/demo/results.json").read_text())
+    results = {name: {int(length): value for length, value in row.items()} for name, row in stored.items()}
+    assert perplexity_markdown(results, 128) in (ROOT / "README.md").read_text()
+    assert results["cable"][2048] <= results["cable"][128]
+    for name in ("rope", "sinusoidal"):
+        assert results[name][2048] > 1.1 * results[name][128]
+
+
+def test_every_encoding_has_its_row_with_its_options():
+    rows = dict(re.findall(r"^\| `([\w-]+)` (\|.*)$", (ROOT / "docs/encodings.md").read_text(), re.MULTILINE))
+    assert list(rows) == list(ENCODINGS)
+    for name, encoding in ENCODINGS.items():
+        if "as `cable`" not in rows[name]:
+            assert all(f"`{option}`" in rows[name] for option in option_names(encoding)), name
+
+
+def test_the_readme_names_every_file():
+    tree = (ROOT / "README.md").read_text()
+    source = ROOT / "src/cable_attn"
+    missing = [path.name for path in source.rglob("*.py") if path.name != "__init__.py" and path.name not in tree]
+    assert missing == []
+
+
+def test_readme_snippets_run():
+    """The second Python block: models by preset. On the meta device, so that no weight is made."""
+    import torch
+
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    with torch.device("meta"):
+        exec(blocks[1], {})
