@@ -8,13 +8,13 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from cable_attn.attention import reference, sdpa
+from cable_attn.attention import fused, reference, sdpa
 from cable_attn.attention.call import Call, check
 from cable_attn.bias import Bias, Index
 from cable_attn.errors import CableError, require_known
 from cable_attn.layout import Layout
 
-BACKENDS: dict[str, ModuleType] = {backend.NAME: backend for backend in (sdpa, reference)}
+BACKENDS: dict[str, ModuleType] = {backend.NAME: backend for backend in (fused, sdpa, reference)}
 """In the order in which ``auto`` tries them."""
 
 
@@ -33,6 +33,7 @@ def attention(
     dropout: float = 0.0,
     softcap: float | None = None,
     mix: Callable[[Tensor, Tensor | None, Tensor, Tensor], Tensor] | None = None,
+    prune: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """``softmax(q·k·scale + bias) v`` over the keys that each query may see: [B, H, Tq, D].
@@ -42,14 +43,16 @@ def attention(
     causal: each query sees the keys up to its own. scale: default ``1/√D``. window: at most window − 1 tokens away.
     key_mask: [B, Tk] bool, false for padding. document_ids: [B, Tk]; tokens see only their own document.
     query_start: the key at which the first query stands; default: the queries are the last of the keys.
-    mix: an encoding's ``mix`` hook. backend: ``auto``, or one of :data:`BACKENDS`, which then serves or says why not.
+    mix: an encoding's ``mix`` hook.
+    prune: ε, permission to skip keys that provably carry less than ε of a row's weight in total; the fused backend uses
+    it, the others compute everything. backend: ``auto``, or one of :data:`BACKENDS`, which then serves or says why not.
 
     A query that may see nothing gives zeros.
     """
     if query_start is None:
         query_start = k.shape[2] - q.shape[2]
     layout = Layout(q.shape[2], k.shape[2], query_start, q.device, causal, window, key_mask, document_ids)
-    return attend(make_call(q, k, v, bias, layout, scale, dropout, softcap, mix), backend)
+    return attend(make_call(q, k, v, bias, layout, scale, dropout, softcap, mix, prune), backend)
 
 
 def make_call(
@@ -62,9 +65,10 @@ def make_call(
     dropout: float = 0.0,
     softcap: float | None = None,
     mix: Callable[[Tensor, Tensor | None, Tensor, Tensor], Tensor] | None = None,
+    prune: float | None = None,
 ) -> Call:
     """A checked call, for callers that share one layout between many layers."""
-    call = Call(q, k, v, bias, layout, q.shape[-1] ** -0.5 if scale is None else scale, dropout, softcap, mix)
+    call = Call(q, k, v, bias, layout, q.shape[-1] ** -0.5 if scale is None else scale, dropout, softcap, mix, prune)
     check(call)
     return call
 
@@ -82,6 +86,8 @@ def choose(call: Call, backend: str = "auto") -> tuple[ModuleType, list[str]]:
         if backend not in ("auto", name):
             continue
         reason = candidate.refuses(call)
+        if reason is None and backend == "auto":
+            reason = candidate.defers(call)
         if reason is None:
             return candidate, passed
         passed.append(f"{name}: {reason}")

@@ -29,6 +29,7 @@ class Call:
     dropout: float = 0.0
     softcap: float | None = None
     mix: Callable[[Tensor, Tensor | None, Tensor, Tensor], Tensor] | None = None
+    prune: float | None = None
 
     @property
     def wide(self) -> torch.dtype:
@@ -78,11 +79,25 @@ def check(call: Call) -> None:
         raise CableError(f"dropout must lie in [0, 1), got {call.dropout}.")
     if call.softcap is not None and call.softcap <= 0:
         raise CableError(f"softcap must be positive, got {call.softcap}.")
+    if call.prune is not None:
+        _check_prune(call)
     if isinstance(call.bias, PotentialBias):
         batch, heads, queries, _ = q.shape
         _check_broadcast("c", call.bias.c, (batch, heads, k.shape[2]), free=2)
         if call.bias.g is not None:
             _check_broadcast("g", call.bias.g, (batch, heads, queries), free=3)
+
+
+def _check_prune(call: Call) -> None:
+    if not 0 < call.prune < 1:  # type: ignore[operator]
+        raise CableError(f"prune must lie between 0 and 1 (the weight that a row may lose), got {call.prune}.")
+    if not isinstance(call.bias, PotentialBias):
+        raise CableError("prune needs a potential bias: only a bias that falls with distance bounds what lies far away.")
+    if call.bias.kernel is not None:
+        raise CableError(
+            f"prune does not work with the kernel {call.bias.kernel!r} (K-CABLE): it falls too slowly for any key to be "
+            "provably negligible. Leave prune out, or use cable."
+        )
 
 
 def _check_broadcast(name: str, value: Tensor, wanted: tuple[int, int, int], free: int) -> None:

@@ -15,6 +15,10 @@ def refuses(call: Call) -> str | None:
     return None
 
 
+def defers(call: Call) -> str | None:
+    return None
+
+
 def run(call: Call) -> Tensor:
     return in_row_blocks(call, _attend)
 

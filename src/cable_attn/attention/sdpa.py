@@ -30,6 +30,10 @@ def refuses(call: Call) -> str | None:
     return None
 
 
+def defers(call: Call) -> str | None:
+    return None
+
+
 def run(call: Call) -> Tensor:
     with torch.autocast(call.q.device.type, enabled=False):
         if takes_columns(call):

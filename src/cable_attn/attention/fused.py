@@ -1,0 +1,415 @@
+"""The fused backend: Triton kernels as PyTorch operators, with gradients for q, k, v, the potential and the gain."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cable_attn.attention.call import Call
+from cable_attn.attention.tiles import INTERPRETED, Tile, Tiles, tiles_for
+from cable_attn.bias import PotentialBias
+
+NAME = "triton"
+KERNELS = {None: 0, "log": 1}
+LARGEST_HEAD = 256
+LOG2E = math.log2(math.e)
+BOUND_ROWS = 128
+"""How many rows share a pair of pruning bounds, and how many keys a base of the potential: a multiple of every tile."""
+
+
+def refuses(call: Call) -> str | None:
+    q = call.q
+    if not _installed():
+        return "the package triton is not installed (pip install 'cable-attn[triton]')"
+    if q.device.type != "cuda" and not interpreting():
+        return f"the fused kernels need a GPU, the tensors are on {q.device.type} (TRITON_INTERPRET=1 runs them slowly)"
+    if interpreting() and q.dtype == torch.bfloat16:
+        return "Triton's interpreter computes bfloat16 products wrongly; use float32 or float16 there"
+    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"the fused kernels take bfloat16, float16 and float32, not {q.dtype}"
+    if q.shape[-1] % 8 or not 16 <= q.shape[-1] <= LARGEST_HEAD or call.v.shape[-1] != q.shape[-1]:
+        return f"head dimensions must be multiples of 8 from 16 to {LARGEST_HEAD}, the same for q, k and v"
+    if call.mix is not None:
+        return "this encoding changes the scores themselves (mix), and the fused kernels do not hand them out"
+    if call.bias is not None and not isinstance(call.bias, PotentialBias):
+        return f"the fused kernels take potential biases, not {type(call.bias).__name__}"
+    if call.scale <= 0:
+        return f"the fused kernels need a positive scale, got {call.scale}"
+    if call.softcap is not None:
+        return "the fused kernels have no soft-capping"
+    if call.dropout:
+        return "the fused kernels have no attention dropout"
+    if isinstance(call.layout.query_start, Tensor):
+        return "the queries' place is known only on the device (a static cache)"
+    return None
+
+
+def defers(call: Call) -> str | None:
+    """Why ``auto`` should look further although this backend could serve the call."""
+    if call.q.device.type != "cuda":
+        return "the interpreter is for tests"
+    layout = call.layout
+    if call.bias is None and layout.key_mask is None and layout.document_ids is None and layout.window is None:
+        return "without a bias or a mask there is nothing to fuse"
+    return None
+
+
+@cache
+def _installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def run(call: Call) -> Tensor:
+    return _fused(call)[0]
+
+
+def log_sum_exp(call: Call) -> Tensor:
+    """Of each row's logits, [B, H, Tq]; −inf for a row that sees nothing."""
+    lse = _fused(call)[1]
+    return torch.where(lse == math.inf, -math.inf, lse * math.log(2))
+
+
+def kept_share(call: Call) -> Tensor:
+    """The share of key blocks that pruning leaves to compute, [B, H]."""
+    *_, lo, hi = _fused(call)
+    if not lo.numel():
+        return torch.ones(call.q.shape[:2], device=call.q.device)
+    layout = call.layout
+    assert isinstance(layout.query_start, int)
+    first = torch.arange(lo.shape[-1], device=lo.device) * BOUND_ROWS + layout.query_start
+    ends = (first + BOUND_ROWS).clamp(max=call.k.shape[2]) if layout.causal else torch.full_like(first, call.k.shape[2])
+    return (torch.minimum(hi, ends) - lo).clamp(min=0).sum(-1) / ends.sum()
+
+
+def _fused(call: Call) -> tuple[Tensor, ...]:
+    """out, log-sum-exp in base 2, the split potential, and the live keys of each block of rows."""
+    batch, heads, queries, _ = call.q.shape
+    layout, bias = call.layout, call.bias
+    c = g = None
+    kernel = 0
+    if isinstance(bias, PotentialBias):
+        c = bias.c.expand(batch, heads, -1)
+        g = None if bias.g is None else bias.g.float().expand(batch, heads, queries).contiguous()
+        kernel = KERNELS[bias.kernel]
+    key_mask, document_ids = layout.key_mask, layout.document_ids
+    if key_mask is not None:
+        key_mask = key_mask.contiguous()
+    if document_ids is not None:
+        document_ids = document_ids.to(torch.int32).contiguous()
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (call.q, call.k, call.v))
+    numbers = (call.scale, layout.causal, layout.query_start, layout.window or 0, kernel, call.prune or 0.0)
+    # The operator is what torch.compile sees; in eager mode its dispatch would cost more than the kernels of a short text.
+    serve = torch.ops.cable_attn.fused if torch.compiler.is_compiling() else _Fused.apply
+    return serve(q, k, v, c, g, key_mask, document_ids, *numbers)
+
+
+class _Problem:
+    """What the kernels are told about a call: pointers, sizes and compile-time flags."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        off: Tensor,
+        base: Tensor,
+        g: Tensor | None,
+        key_mask: Tensor | None,
+        document_ids: Tensor | None,
+        scale: float,
+        causal: bool,
+        start: int,
+        window: int,
+        kernel: int,
+        prune: float,
+    ):
+        self.batch, self.heads, self.queries, dim = q.shape
+        self.q, self.k, self.keys, self.scale = q, k, k.shape[2], scale
+        self.sizes = (self.heads, self.heads // k.shape[1], self.queries, self.keys, start, window)
+        padded_dim = max(16, 1 << (dim - 1).bit_length())
+        self.tiles: Tiles = INTERPRETED
+        if not interpreting():
+            self.tiles = tiles_for(padded_dim, q.dtype, _capability(q.device), self.keys, plain=kernel == 0)
+        # A pointer that is never read stands in for what is absent.
+        self.bias = (off, base, q if g is None else g)
+        self.masks = (q if key_mask is None else key_mask, q if document_ids is None else document_ids)
+        self.flags: dict[str, Any] = {
+            "D": dim,
+            "BD": padded_dim,
+            "CAUSAL": causal,
+            "POTENTIAL": off.numel() > 0,
+            "GAIN": g is not None,
+            "KERNEL": kernel,
+            "WINDOW": window > 0,
+            "PADDED": key_mask is not None,
+            "PACKED": document_ids is not None,
+            "BOUNDED": prune > 0,
+            "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        }
+
+    def options(self, tile: Tile) -> dict[str, Any]:
+        return {
+            **self.flags,
+            "BM": tile.queries,
+            "BN": tile.keys,
+            "LATE": tile.late,
+            "EVEN": self.queries % tile.queries == 0 and self.keys % tile.keys == 0,
+            "num_warps": tile.warps,
+            "num_stages": tile.stages,
+        }
+
+    def some(self, *names: str) -> dict[str, Any]:
+        return {name: self.flags[name] for name in names}
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    c: Tensor | None,
+    g: Tensor | None,
+    key_mask: Tensor | None,
+    document_ids: Tensor | None,
+    scale: float,
+    causal: bool,
+    start: int,
+    window: int,
+    kernel: int,
+    prune: float,
+) -> tuple[Tensor, ...]:
+    from cable_attn.attention import kernels, pruning
+
+    batch, heads, queries, dim = q.shape
+    out = torch.empty(batch, queries, heads, dim, device=q.device, dtype=q.dtype).transpose(1, 2)
+    lse = torch.empty(batch, heads, queries, device=q.device, dtype=torch.float32)
+    with _on(q.device):
+        off, base = _split(q, c, packed=document_ids is not None)
+        problem = _Problem(
+            q, k, off, base, g, key_mask, document_ids, scale, causal, start, window, kernel, prune
+        )
+        lo, hi = pruning.live_keys(problem, document_ids, prune) if prune > 0 else (_none(q), _none(q))
+        tile = problem.tiles.forward
+        kernels.forward[(_blocks(queries, tile.queries), batch * heads)](
+            q, k, v, *problem.bias, out, lse, *problem.masks, lo, hi,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *problem.sizes, scale * LOG2E,
+            **problem.options(tile),
+        )  # fmt: skip
+    return out, lse, off, base, lo, hi
+
+
+def _split(q: Tensor, c: Tensor | None, packed: bool) -> tuple[Tensor, Tensor]:
+    """The potential as the kernels read it: an fp32 offset and, for each SPLIT keys, an fp64 base."""
+    from cable_attn.attention import kernels
+
+    if c is None:
+        return _none(q), _none(q)
+    if packed:
+        return c.double().contiguous(), _none(q)
+    batch, heads, keys = c.shape
+    blocks = _blocks(keys, BOUND_ROWS)
+    off = torch.empty(batch, heads, keys, device=c.device, dtype=torch.float32)
+    base = torch.empty(batch, heads, blocks, device=c.device, dtype=torch.float64)
+    kernels.split_potential[(blocks, batch * heads)](c, off, base, *c.stride(), heads, keys, BLOCK=BOUND_ROWS)
+    return off, base
+
+
+def _backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    key_mask: Tensor | None,
+    document_ids: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    off: Tensor,
+    base: Tensor,
+    lo: Tensor,
+    hi: Tensor,
+    scale: float,
+    causal: bool,
+    start: int,
+    window: int,
+    kernel: int,
+    prune: float,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients for q, k, v, and for c and g (empty when they are not needed)."""
+    from cable_attn.attention import kernels
+
+    do = do if do.stride(-1) == 1 else do.contiguous()
+    batch, heads, queries, dim = q.shape
+    problem = _Problem(q, k, off, base, g, key_mask, document_ids, scale, causal, start, window, kernel, prune)
+    dq, dk, dv, dc, dg = _empty_gradients(q, k, g, need_bias)
+    delta, shift, row_c = torch.empty_like(lse), lse, lse
+    if problem.flags["POTENTIAL"]:
+        row_c = torch.empty_like(lse)
+        shift = torch.empty_like(lse) if causal and kernel == 0 else lse
+    tensors = (q, k, v, *problem.bias, do, shift, delta, row_c)
+    numbers = (
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *problem.sizes, scale, scale * LOG2E,
+    )  # fmt: skip
+    with _on(q.device):
+        kernels.row_dots[(_blocks(queries, 64), batch * heads)](
+            out, do, lse, *problem.bias, delta, shift, row_c, *out.stride()[:3], *do.stride()[:3],
+            heads, queries, problem.keys, start, BM=64, num_warps=4,
+            **problem.some("D", "BD", "CAUSAL", "POTENTIAL", "GAIN", "KERNEL", "PACKED"),
+        )  # fmt: skip
+        tile = problem.tiles.keys
+        kernels.backward_keys[(_blocks(problem.keys, tile.keys), batch * k.shape[1])](
+            *tensors, dk, dv, dc, *problem.masks, lo, hi, *numbers, NEED_C=need_bias, **problem.options(tile)
+        )
+        tile = problem.tiles.queries
+        kernels.backward_queries[(_blocks(queries, tile.queries), batch * heads)](
+            *tensors, dq, dg, dc, *problem.masks, lo, hi, *numbers, NEED_C=need_bias, **problem.options(tile)
+        )
+    return dq, dk, dv, dc, dg
+
+
+def _empty_gradients(
+    q: Tensor, k: Tensor, g: Tensor | None, need_bias: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    batch, heads, queries, _ = q.shape
+    single = {"device": q.device, "dtype": torch.float32}
+    dc = torch.empty((batch, heads, k.shape[2]) if need_bias else (0,), **single)
+    dg = torch.empty((batch, heads, queries) if need_bias and g is not None else (0,), **single)
+    return q.new_empty(q.shape), k.new_empty(k.shape), k.new_empty(k.shape), dc, dg
+
+
+class _Fused(torch.autograd.Function):
+    """The eager path."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, c, g, key_mask, document_ids, *numbers):  # type: ignore[no-untyped-def]
+        outputs = _forward(q, k, v, c, g, key_mask, document_ids, *numbers)
+        _save(ctx, (q, k, v, c, g, key_mask, document_ids, *numbers), outputs)
+        return outputs
+
+    @staticmethod
+    def backward(ctx, do, *unused):  # type: ignore[no-untyped-def]
+        return _gradients(ctx, do, _backward)
+
+
+@torch.library.custom_op("cable_attn::fused", mutates_args=())
+def _operator(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    c: Tensor | None,
+    g: Tensor | None,
+    key_mask: Tensor | None,
+    document_ids: Tensor | None,
+    scale: float,
+    causal: bool,
+    start: int,
+    window: int,
+    kernel: int,
+    prune: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The same for torch.compile, which sees one opaque operator."""
+    return _forward(  # type: ignore[return-value]
+        q, k, v, c, g, key_mask, document_ids, scale, causal, start, window, kernel, prune
+    )
+
+
+@_operator.register_fake
+def _(q, k, v, c, g, key_mask, document_ids, scale, causal, start, window, kernel, prune):  # type: ignore[no-untyped-def]
+    batch, heads, queries, dim = q.shape
+    keys = k.shape[2]
+    out = q.new_empty(batch, queries, heads, dim).transpose(1, 2)
+    lse = q.new_empty(batch, heads, queries, dtype=torch.float32)
+    packed = document_ids is not None
+    off = q.new_empty(0 if c is None else (batch, heads, keys), dtype=torch.float64 if packed else torch.float32)
+    has_base = c is not None and not packed
+    base = q.new_empty((batch, heads, _blocks(keys, BOUND_ROWS)) if has_base else 0, dtype=torch.float64)
+    bounds = (batch, heads, _blocks(queries, BOUND_ROWS)) if prune > 0 else 0
+    if c is None:
+        off, base = _none(q), _none(q)
+    elif packed:
+        base = _none(q)
+    lo, hi = (q.new_empty(bounds, dtype=torch.int32) if prune > 0 else _none(q) for _ in range(2))
+    return out, lse, off, base, lo, hi
+
+
+@torch.library.custom_op("cable_attn::fused_backward", mutates_args=())
+def _backward_operator(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    key_mask: Tensor | None,
+    document_ids: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    off: Tensor,
+    base: Tensor,
+    lo: Tensor,
+    hi: Tensor,
+    scale: float,
+    causal: bool,
+    start: int,
+    window: int,
+    kernel: int,
+    prune: float,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return _backward(
+        do, q, k, v, g, key_mask, document_ids, out, lse, off, base, lo, hi,
+        scale, causal, start, window, kernel, prune, need_bias,
+    )  # fmt: skip
+
+
+@_backward_operator.register_fake
+def _(do, q, k, v, g, *rest):  # type: ignore[no-untyped-def]
+    return _empty_gradients(q, k, g, need_bias=rest[-1])
+
+
+def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    q, k, v, c, g, key_mask, document_ids, *ctx.numbers = inputs
+    ctx.potential = None if c is None else c.dtype
+    ctx.save_for_backward(q, k, v, g, key_mask, document_ids, *output)
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _gradients(ctx, do, backward):  # type: ignore[no-untyped-def]
+    need_bias = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
+    dq, dk, dv, dc, dg = backward(do, *ctx.saved_tensors, *ctx.numbers, need_bias)
+    dc = dc.to(ctx.potential) if ctx.needs_input_grad[3] else None
+    return dq, dk, dv, dc, dg if ctx.needs_input_grad[4] else None, *[None] * 8
+
+
+_operator.register_autograd(
+    lambda ctx, do, *unused: _gradients(ctx, do, torch.ops.cable_attn.fused_backward), setup_context=_save
+)
+
+
+def _none(q: Tensor) -> Tensor:
+    return torch.empty(0, device=q.device, dtype=torch.int32)
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def _on(device: torch.device) -> Any:
+    """Kernels start on the current device, which may not be the tensors'."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
+def _blocks(length: int, size: int) -> int:
+    return (length + size - 1) // size

@@ -1,0 +1,579 @@
+"""The fused kernels: attention with a potential bias, forward and backward, without a T×T tensor.
+
+One family serves no bias, ALiBi, FoX, CABLE_NW, CABLE and K-CABLE, causal and bidirectional. What a call does not use is
+compiled away. Logits are kept in base 2 (``exp2`` is what the hardware has). No atomics: the same input gives the same
+bits.
+
+The potential comes split: ``BASE`` holds it in fp64 at every SPLIT-th key, ``OFF`` in fp32 relative to that. A kernel
+subtracts the potential at its own rows from ``BASE`` in fp64, one number for a block of keys, so that ``c_i − c_j`` is exact
+to fp32 rounding of the distance at any length. In packs, where the potential restarts, ``OFF`` is the fp64 potential itself
+(EXACT).
+
+Causal with κ = identity is the fast form (FAST): ``−g_i c_i`` is constant along a row, so only ``g_i c_j`` is added.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+NO_KERNEL = tl.constexpr(0)
+LOG_KERNEL = tl.constexpr(1)
+SPLIT = tl.constexpr(128)
+
+
+@triton.jit
+def split_potential(C, OFF, BASE, scb, sch, sct, H, Tk, BLOCK: tl.constexpr):
+    """c = BASE[block] + OFF, the base in fp64 and the offset in fp32."""
+    n = tl.program_id(0)
+    bh = tl.program_id(1)
+    C += (bh // H).to(tl.int64) * scb + (bh % H).to(tl.int64) * sch
+    j = n * BLOCK + tl.arange(0, BLOCK)
+    base = tl.load(C + n * BLOCK * sct).to(tl.float64)
+    c = tl.load(C + j * sct, mask=j < Tk, other=0.0).to(tl.float64)
+    tl.store(OFF + bh.to(tl.int64) * Tk + j, (c - base).to(tl.float32), mask=j < Tk)
+    tl.store(BASE + bh * tl.num_programs(0) + n, base)
+
+
+@triton.jit
+def _potential(OFF, BASE, place, mask, EXACT: tl.constexpr):
+    """c at ``place`` in fp64."""
+    c = tl.load(OFF + place, mask=mask, other=0.0).to(tl.float64)
+    if not EXACT:
+        c += tl.load(BASE + place // SPLIT, mask=mask, other=0.0)
+    return c
+
+
+@triton.jit
+def _row_base(OFF, BASE, row, start, EXACT: tl.constexpr):
+    """The fp64 number that the SPLIT rows around ``row`` take off every potential: that at or just before the first."""
+    place = row // SPLIT * SPLIT + start
+    if EXACT:
+        base = tl.load(OFF + place)
+    else:
+        base = tl.load(BASE + place // SPLIT)
+    return base
+
+
+@triton.jit
+def _from_base(OFF, BASE, n, on, base, Tk, MASKED: tl.constexpr, EXACT: tl.constexpr):
+    """c_j − base in fp32 for the keys n + on, which lie within one block of BASE."""
+    if MASKED:
+        off = tl.load(OFF + n + on, mask=n + on < Tk, other=0.0)
+    else:
+        off = tl.load(OFF + n + on)
+    if EXACT:
+        near = (off - base).to(tl.float32)
+    else:
+        near = off + (tl.load(BASE + n // SPLIT) - base).to(tl.float32)
+    return near
+
+
+@triton.jit
+def _visible(at, j, KMASK, DOCS, Tk, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PADDED: tl.constexpr,
+             PACKED: tl.constexpr):  # fmt: skip
+    """Which (query at key index ``at``, key ``j``) pairs count; both are 2-D and broadcast."""
+    seen = (j < Tk) & (at < Tk)
+    if CAUSAL:
+        seen = seen & (at >= j)
+    if WINDOW:
+        seen = seen & (tl.abs(at - j) < window)
+    if PADDED:
+        seen = seen & (tl.load(KMASK + j, mask=j < Tk, other=0) != 0)
+    if PACKED:
+        seen = seen & (tl.load(DOCS + j, mask=j < Tk, other=-1) == tl.load(DOCS + at, mask=at < Tk, other=-2))
+    return seen
+
+
+@triton.jit
+def _distance(ci, cj, at, j, CAUSAL: tl.constexpr):
+    """|c_i − c_j|, its sign decided by the order of the tokens."""
+    d = ci - cj
+    if not CAUSAL:
+        d = tl.where(at >= j, d, -d)
+    return d
+
+
+@triton.jit
+def _forward_step(acc, m, l, q, g, ci, base, K, V, OFF, BASE, KMASK, DOCS, n, at, on, od, Tk, window, skt, svt, scale2,
+                  D: tl.constexpr, BD: tl.constexpr, CAUSAL: tl.constexpr, POTENTIAL: tl.constexpr, KERNEL: tl.constexpr,
+                  WINDOW: tl.constexpr, PADDED: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr,
+                  SAFE: tl.constexpr, LATE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """One block of keys. With LATE the scale goes into the exponent: ``x`` and ``m`` lack it, and ``g`` is divided by it."""
+    j = n + on
+    n64 = n * tl.full([], 1, tl.int64)  # the interpreter hands out plain numbers
+    kp = K + n64 * skt + on[None, :] * skt + od[:, None]
+    vp = V + n64 * svt + on[:, None] * svt + od[None, :]
+    if MASKED or BD != D:
+        k = tl.load(kp, mask=(j[None, :] < Tk) & (od[:, None] < D), other=0.0)
+    else:
+        k = tl.load(kp)
+    x = tl.dot(q, k, input_precision=PRECISION)
+    if not LATE:
+        x = x * scale2
+    if POTENTIAL:
+        cj = _from_base(OFF, BASE, n, on, base, Tk, MASKED, PACKED)
+        if CAUSAL and KERNEL == NO_KERNEL:
+            x += g[:, None] * cj[None, :]
+        elif KERNEL == NO_KERNEL:
+            x -= g[:, None] * _distance(ci[:, None], cj[None, :], at[:, None], j[None, :], CAUSAL)
+    if MASKED:
+        seen = _visible(at[:, None], j[None, :], KMASK, DOCS, Tk, window, CAUSAL, WINDOW, PADDED, PACKED)
+        x = tl.where(seen, x, float("-inf"))
+    mn = tl.maximum(m, tl.max(x, 1))
+    if SAFE:
+        top = tl.where(mn == float("-inf"), 0.0, mn)
+    else:
+        top = mn
+    if LATE:
+        p = tl.exp2(x * scale2 - (top * scale2)[:, None])
+        a = tl.exp2((m - top) * scale2)
+    else:
+        p = tl.exp2(x - top[:, None])
+        a = tl.exp2(m - top)
+    if POTENTIAL and KERNEL == LOG_KERNEL:
+        b = g[:, None] * _distance(ci[:, None], cj[None, :], at[:, None], j[None, :], CAUSAL)
+        root = tl.rsqrt(1.0 + b * b)  # one fast instruction; a division takes five
+        p = p * (root * root)
+    l = l * a + tl.sum(p, 1)
+    acc = acc * a[:, None]
+    if MASKED or BD != D:
+        v = tl.load(vp, mask=(j[:, None] < Tk) & (od[None, :] < D), other=0.0)
+    else:
+        v = tl.load(vp)
+    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    return acc, mn, l
+
+
+@triton.jit
+def forward(Q, K, V, OFF, BASE, G, O, LSE, KMASK, DOCS, LO, HI, sqb, sqh, sqt, skb, skh, skt, svb, svh, svt, sob, soh,
+            sot, H, GROUP, Tq, Tk, start, window, scale2, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
+            BN: tl.constexpr, CAUSAL: tl.constexpr, POTENTIAL: tl.constexpr, GAIN: tl.constexpr, KERNEL: tl.constexpr,
+            WINDOW: tl.constexpr, PADDED: tl.constexpr, PACKED: tl.constexpr, BOUNDED: tl.constexpr, EVEN: tl.constexpr,
+            LATE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """One block of BM queries of one head. LSE is in base 2 and holds +inf for a query that sees nothing."""
+    pm = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first
+    bh = tl.program_id(1)
+    b = (bh // H).to(tl.int64)
+    h = (bh % H).to(tl.int64)
+    Q += b * sqb + h * sqh
+    K += b * skb + (h // GROUP) * skh
+    V += b * svb + (h // GROUP) * svh
+    O += b * sob + h * soh
+    OFF += bh.to(tl.int64) * Tk
+    BASE += bh * tl.cdiv(Tk, SPLIT)
+    KMASK += b * Tk
+    DOCS += b * Tk
+    i = pm * BM + tl.arange(0, BM)
+    on = tl.arange(0, BN)
+    od = tl.arange(0, BD)
+    at = i + start
+    i64 = i.to(tl.int64)
+    if EVEN and BD == D:
+        q = tl.load(Q + i64[:, None] * sqt + od[None, :])
+    else:
+        q = tl.load(Q + i64[:, None] * sqt + od[None, :], mask=(i[:, None] < Tq) & (od[None, :] < D), other=0.0)
+    first = pm * BM + start  # the key of the first row
+    g = tl.full([BM], 1.0, tl.float32)
+    ci = tl.zeros([BM], tl.float32)
+    base = tl.full([], 0.0, tl.float64)
+    if POTENTIAL:
+        base = _row_base(OFF, BASE, pm * BM, start, PACKED)
+        ci = (_potential(OFF, BASE, at, i < Tq, PACKED) - base).to(tl.float32)
+        if GAIN:
+            g = tl.load(G + bh.to(tl.int64) * Tq + i, mask=i < Tq, other=0.0)
+        if KERNEL == NO_KERNEL:
+            g = g * LOG2E
+            if LATE:
+                g = g / scale2
+    m = tl.full([BM], float("-inf"), tl.float32)
+    l = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, BD], tl.float32)
+
+    lo, hi, mid = _key_range(LO, HI, bh, pm * BM, first, Tq, Tk, window, BM, BN, CAUSAL, WINDOW, PADDED, PACKED, BOUNDED)
+    ANYWHERE: tl.constexpr = WINDOW or PADDED or PACKED
+    if not ANYWHERE:
+        for n in range(lo, mid, BN):
+            acc, m, l = _forward_step(acc, m, l, q, g, ci, base, K, V, OFF, BASE, KMASK, DOCS, n, at, on, od, Tk, window,
+                                      skt, svt, scale2, D, BD, CAUSAL, POTENTIAL, KERNEL, WINDOW, PADDED, PACKED, False,
+                                      ANYWHERE, LATE, PRECISION)  # fmt: skip
+    for n in range(mid, hi, BN):
+        acc, m, l = _forward_step(acc, m, l, q, g, ci, base, K, V, OFF, BASE, KMASK, DOCS, n, at, on, od, Tk, window,
+                                  skt, svt, scale2, D, BD, CAUSAL, POTENTIAL, KERNEL, WINDOW, PADDED, PACKED, True,
+                                  ANYWHERE, LATE, PRECISION)  # fmt: skip
+    if LATE:
+        m = m * scale2
+        g = g * scale2
+    if ANYWHERE:
+        blind = l == 0.0
+        l = tl.where(blind, 1.0, l)
+        lse = tl.where(blind, float("inf"), m + tl.log2(l))
+    else:
+        lse = m + tl.log2(l)
+    acc = acc / l[:, None]
+    if POTENTIAL and CAUSAL and KERNEL == NO_KERNEL:
+        lse -= g * ci
+    op = O + i64[:, None] * sot + od[None, :]
+    if EVEN and BD == D:
+        tl.store(op, acc.to(O.dtype.element_ty))
+    else:
+        tl.store(op, acc.to(O.dtype.element_ty), mask=(i[:, None] < Tq) & (od[None, :] < D))
+    tl.store(LSE + bh.to(tl.int64) * Tq + i, lse, mask=i < Tq)
+
+
+@triton.jit
+def _key_range(LO, HI, bh, row, first, Tq, Tk, window, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
+               WINDOW: tl.constexpr, PADDED: tl.constexpr, PACKED: tl.constexpr, BOUNDED: tl.constexpr):  # fmt: skip
+    """The keys from ``lo`` to ``hi`` count for these rows; those before ``mid`` all do, for every row."""
+    lo = first * 0
+    hi = first * 0 + Tk
+    if CAUSAL:
+        hi = tl.minimum(first + BM, Tk)
+    if WINDOW:
+        lo = tl.maximum(first - window + 1, 0)
+        hi = tl.minimum(hi, first + BM - 1 + window)
+    if BOUNDED:
+        bound = bh.to(tl.int64) * tl.cdiv(Tq, SPLIT) + row // SPLIT
+        lo = tl.maximum(lo, tl.load(LO + bound))
+        hi = tl.minimum(hi, tl.load(HI + bound))
+    lo = (lo // BN) * BN
+    mid = lo
+    if not (WINDOW or PADDED or PACKED):
+        if CAUSAL:
+            mid = tl.maximum(((first + 1) // BN) * BN, lo)
+        else:
+            mid = tl.maximum((hi // BN) * BN, lo)
+    return lo, hi, mid
+
+
+@triton.jit
+def row_dots(O, DO, LSE, OFF, BASE, G, DELTA, SHIFT, ROWC, sob, soh, sot, sdob, sdoh, sdot, H, Tq, Tk, start,
+             D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, CAUSAL: tl.constexpr, POTENTIAL: tl.constexpr,
+             GAIN: tl.constexpr, KERNEL: tl.constexpr, PACKED: tl.constexpr):  # fmt: skip
+    """What a whole row shares in the backward pass.
+
+    DELTA: o_i · do_i. ROWC: c_i from the base of its rows. SHIFT: what is taken off the logits,
+    in the fast form with the row's own part of the bias.
+    """
+    bh = tl.program_id(1)
+    b = (bh // H).to(tl.int64)
+    h = (bh % H).to(tl.int64)
+    i = tl.program_id(0) * BM + tl.arange(0, BM)
+    i64 = i.to(tl.int64)
+    od = tl.arange(0, BD)
+    mask = (i[:, None] < Tq) & (od[None, :] < D)
+    o = tl.load(O + b * sob + h * soh + i64[:, None] * sot + od[None, :], mask=mask, other=0.0).to(tl.float32)
+    do = tl.load(DO + b * sdob + h * sdoh + i64[:, None] * sdot + od[None, :], mask=mask, other=0.0).to(tl.float32)
+    line = bh.to(tl.int64) * Tq + i
+    tl.store(DELTA + line, tl.sum(o * do, 1), mask=i < Tq)
+    if POTENTIAL:
+        OFF += bh.to(tl.int64) * Tk
+        BASE += bh * tl.cdiv(Tk, SPLIT)
+        base = _row_base(OFF, BASE, tl.program_id(0) * BM, start, PACKED)
+        ci = (_potential(OFF, BASE, i + start, i < Tq, PACKED) - base).to(tl.float32)
+        tl.store(ROWC + line, ci, mask=i < Tq)
+        if CAUSAL and KERNEL == NO_KERNEL:
+            g = tl.full([BM], 1.0, tl.float32)
+            if GAIN:
+                g = tl.load(G + line, mask=i < Tq, other=0.0)
+            lse = tl.load(LSE + line, mask=i < Tq, other=0.0)
+            tl.store(SHIFT + line, lse + g * LOG2E * ci, mask=i < Tq)
+
+
+@triton.jit
+def _keys_step(dk, dv, dc, k, v, off, key_base, j, Q, DO, OFF, BASE, G, SHIFT, DELTA, ROWC, KMASK, DOCS, m0, om, od, Tq,
+               Tk, start, window, sqt, sdot, scale2, D: tl.constexpr, BD: tl.constexpr, CAUSAL: tl.constexpr,
+               POTENTIAL: tl.constexpr, GAIN: tl.constexpr, KERNEL: tl.constexpr, WINDOW: tl.constexpr,
+               PADDED: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr, NEED_C: tl.constexpr,
+               LATE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """One block of queries against this program's keys; tiles are [keys, queries]."""
+    i = m0 + om
+    m64 = m0 * tl.full([], 1, tl.int64)
+    qp = Q + m64 * sqt + om[None, :] * sqt + od[:, None]
+    dop = DO + m64 * sdot + om[:, None] * sdot + od[None, :]
+    if EVEN and BD == D:
+        qT = tl.load(qp)
+        do = tl.load(dop)
+    else:
+        qT = tl.load(qp, mask=(i[None, :] < Tq) & (od[:, None] < D), other=0.0)
+        do = tl.load(dop, mask=(i[:, None] < Tq) & (od[None, :] < D), other=0.0)
+    if EVEN:
+        shift = tl.load(SHIFT + i)
+        delta = tl.load(DELTA + i)
+    else:
+        shift = tl.load(SHIFT + i, mask=i < Tq, other=float("inf"))
+        delta = tl.load(DELTA + i, mask=i < Tq, other=0.0)
+    at = i + start
+    x = tl.dot(k, qT, input_precision=PRECISION) * scale2
+    g = tl.full(i.shape, 1.0, tl.float32)
+    if POTENTIAL:
+        if GAIN:
+            if EVEN:
+                g = tl.load(G + i)
+            else:
+                g = tl.load(G + i, mask=i < Tq, other=0.0)
+        base = _row_base(OFF, BASE, m0, start, PACKED)
+        if PACKED:
+            cj = (off - base).to(tl.float32)
+        else:
+            cj = off + (key_base - base).to(tl.float32)
+        if CAUSAL and KERNEL == NO_KERNEL:
+            x += g[None, :] * (cj * LOG2E)[:, None] - shift[None, :]
+        else:
+            ci = tl.load(ROWC + i, mask=i < Tq, other=0.0)
+            bias = -g[None, :] * _distance(ci[None, :], cj[:, None], at[None, :], j[:, None], CAUSAL)
+            if KERNEL == NO_KERNEL:
+                x += bias * LOG2E
+            x -= shift[None, :]
+    else:
+        x -= shift[None, :]
+    p = tl.exp2(x)
+    if POTENTIAL and KERNEL == LOG_KERNEL:
+        root = tl.rsqrt(1.0 + bias * bias)
+        inverse = root * root
+        p = p * inverse
+    if MASKED:
+        seen = _visible(at[None, :], j[:, None], KMASK, DOCS, Tk, window, CAUSAL, WINDOW, PADDED, PACKED)
+        p = tl.where(seen, p, 0.0)
+    dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+    dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+    ds = p * (dp - delta[None, :])
+    if NEED_C:
+        w = ds
+        if KERNEL == LOG_KERNEL:
+            w = w * (bias * inverse)
+        if not CAUSAL:
+            w = tl.where(at[None, :] >= j[:, None], w, -w)
+        if LATE:
+            dc += w * g[None, :]
+        else:
+            dc += tl.sum(w * g[None, :], 1)
+    dk = tl.dot(ds.to(qT.dtype), tl.trans(qT), dk, input_precision=PRECISION)
+    return dk, dv, dc
+
+
+@triton.jit
+def backward_keys(Q, K, V, OFF, BASE, G, DO, SHIFT, DELTA, ROWC, DK, DV, DC, KMASK, DOCS, LO, HI, sqb, sqh, sqt, skb,
+                  skh, skt, svb, svh, svt, sdob, sdoh, sdot, H, GROUP, Tq, Tk, start, window, scale, scale2,
+                  D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
+                  POTENTIAL: tl.constexpr, GAIN: tl.constexpr, KERNEL: tl.constexpr, WINDOW: tl.constexpr,
+                  PADDED: tl.constexpr, PACKED: tl.constexpr, BOUNDED: tl.constexpr, NEED_C: tl.constexpr,
+                  LATE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """dk, dv and the keys' part of dc for one block of BN keys, over all queries of all heads that share them."""
+    n0 = tl.program_id(0) * BN
+    bk = tl.program_id(1)
+    key_heads = H // GROUP
+    b = (bk // key_heads).to(tl.int64)
+    hk = (bk % key_heads).to(tl.int64)
+    j = n0 + tl.arange(0, BN)
+    j64 = j.to(tl.int64)
+    od = tl.arange(0, BD)
+    om = tl.arange(0, BM)
+    mask = (j[:, None] < Tk) & (od[None, :] < D)
+    k = tl.load(K + b * skb + hk * skh + j64[:, None] * skt + od[None, :], mask=mask, other=0.0)
+    v = tl.load(V + b * svb + hk * svh + j64[:, None] * svt + od[None, :], mask=mask, other=0.0)
+    KMASK += b * Tk
+    DOCS += b * Tk
+    dk = tl.zeros([BN, BD], tl.float32)
+    dv = tl.zeros([BN, BD], tl.float32)
+    # Rows from `lo` on see some of these keys, rows from `mid` on all of them.
+    lo = n0 * 0
+    mid = n0 * 0
+    hi = n0 * 0 + Tq
+    if CAUSAL:
+        lo = (tl.maximum(n0 - start, 0) // BM) * BM
+        mid = tl.minimum(tl.cdiv(tl.maximum(n0 + BN - 1 - start, 0), BM) * BM, Tq)
+    if WINDOW:
+        hi = tl.minimum(hi, tl.maximum(n0 + BN - 1 + window - start, 0))
+        lo = tl.maximum(lo, (tl.maximum(n0 - window + 1 - start, 0) // BM) * BM)
+    if WINDOW or PADDED or PACKED or (not CAUSAL and not EVEN):
+        mid = hi
+    for r in range(GROUP):
+        h = hk * GROUP + r
+        bh = b * H + h
+        q_head = Q + b * sqb + h * sqh
+        do_head = DO + b * sdob + h * sdoh
+        off_head = OFF + bh * Tk
+        base_head = BASE + bh * tl.cdiv(Tk, SPLIT)
+        g_head = G + bh * Tq
+        shift_head = SHIFT + bh * Tq
+        delta_head = DELTA + bh * Tq
+        rowc_head = ROWC + bh * Tq
+        bounds = bh * tl.cdiv(Tq, SPLIT)
+        off = tl.zeros([BN], tl.float32)
+        key_base = tl.full([], 0.0, tl.float64)
+        if POTENTIAL:
+            off = tl.load(off_head + j, mask=j < Tk, other=0.0)
+            if not PACKED:
+                key_base = tl.load(base_head + n0 // SPLIT)
+        if LATE:
+            dc = tl.zeros([BN, BM], tl.float32)
+        else:
+            dc = tl.zeros([BN], tl.float32)
+        for m0 in range(lo, mid, BM):
+            if _is_live(LO, HI, bounds, m0, n0, BN, BOUNDED):
+                dk, dv, dc = _keys_step(dk, dv, dc, k, v, off, key_base, j, q_head, do_head, off_head, base_head, g_head,
+                                        shift_head, delta_head, rowc_head, KMASK, DOCS, m0, om, od, Tq, Tk, start,
+                                        window, sqt, sdot, scale2, D, BD, CAUSAL, POTENTIAL, GAIN, KERNEL, WINDOW,
+                                        PADDED, PACKED, True, NEED_C, LATE, EVEN, PRECISION)  # fmt: skip
+        if BOUNDED:
+            for m0 in range(mid, hi, BM):
+                if _is_live(LO, HI, bounds, m0, n0, BN, BOUNDED):
+                    dk, dv, dc = _keys_step(dk, dv, dc, k, v, off, key_base, j, q_head, do_head, off_head, base_head,
+                                            g_head, shift_head, delta_head, rowc_head, KMASK, DOCS, m0, om, od, Tq, Tk,
+                                            start, window, sqt, sdot, scale2, D, BD, CAUSAL, POTENTIAL, GAIN, KERNEL,
+                                            WINDOW, PADDED, PACKED, False, NEED_C, LATE, EVEN, PRECISION)  # fmt: skip
+        else:
+            for m0 in range(mid, hi, BM):
+                dk, dv, dc = _keys_step(dk, dv, dc, k, v, off, key_base, j, q_head, do_head, off_head, base_head, g_head,
+                                        shift_head, delta_head, rowc_head, KMASK, DOCS, m0, om, od, Tq, Tk, start,
+                                        window, sqt, sdot, scale2, D, BD, CAUSAL, POTENTIAL, GAIN, KERNEL, WINDOW,
+                                        PADDED, PACKED, False, NEED_C, LATE, EVEN, PRECISION)  # fmt: skip
+        if NEED_C:
+            if LATE:
+                dc = tl.sum(dc, 1)
+            if KERNEL == LOG_KERNEL:
+                dc = dc * -2.0
+            tl.store(DC + bh * Tk + j, dc, mask=j < Tk)
+    rows = (bk.to(tl.int64) * Tk + j64)[:, None] * D + od[None, :]
+    tl.store(DK + rows, (dk * scale).to(DK.dtype.element_ty), mask=mask)
+    tl.store(DV + rows, dv.to(DV.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _is_live(LO, HI, bounds, m0, n0, BN: tl.constexpr, BOUNDED: tl.constexpr):
+    live = n0 >= 0
+    if BOUNDED:
+        bound = bounds + m0 // SPLIT
+        live = (tl.load(LO + bound) < n0 + BN) & (tl.load(HI + bound) > n0)
+    return live
+
+
+@triton.jit
+def _queries_step(dq, dg, rows, q, do, g, ci, shift, delta, base, K, V, OFF, BASE, KMASK, DOCS, n, at, on, od, Tk,
+                  window, skt, svt, scale2, D: tl.constexpr, BD: tl.constexpr, CAUSAL: tl.constexpr,
+                  POTENTIAL: tl.constexpr, KERNEL: tl.constexpr, WINDOW: tl.constexpr, PADDED: tl.constexpr,
+                  PACKED: tl.constexpr, MASKED: tl.constexpr, NEED_C: tl.constexpr, LATE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    j = n + on
+    n64 = n * tl.full([], 1, tl.int64)
+    kp = K + n64 * skt + on[None, :] * skt + od[:, None]
+    vp = V + n64 * svt + on[None, :] * svt + od[:, None]
+    if MASKED or BD != D:
+        kT = tl.load(kp, mask=(j[None, :] < Tk) & (od[:, None] < D), other=0.0)
+        vT = tl.load(vp, mask=(j[None, :] < Tk) & (od[:, None] < D), other=0.0)
+    else:
+        kT = tl.load(kp)
+        vT = tl.load(vp)
+    x = tl.dot(q, kT, input_precision=PRECISION) * scale2
+    if POTENTIAL:
+        cj = _from_base(OFF, BASE, n, on, base, Tk, MASKED, PACKED)
+        if CAUSAL and KERNEL == NO_KERNEL:
+            x += (g * LOG2E)[:, None] * cj[None, :] - shift[:, None]
+        else:
+            bias = -g[:, None] * _distance(ci[:, None], cj[None, :], at[:, None], j[None, :], CAUSAL)
+            if KERNEL == NO_KERNEL:
+                x += bias * LOG2E
+            x -= shift[:, None]
+    else:
+        x -= shift[:, None]
+    p = tl.exp2(x)
+    if POTENTIAL and KERNEL == LOG_KERNEL:
+        root = tl.rsqrt(1.0 + bias * bias)
+        inverse = root * root
+        p = p * inverse
+    if MASKED:
+        seen = _visible(at[:, None], j[None, :], KMASK, DOCS, Tk, window, CAUSAL, WINDOW, PADDED, PACKED)
+        p = tl.where(seen, p, 0.0)
+    ds = p * (tl.dot(do, vT, input_precision=PRECISION) - delta[:, None])
+    if NEED_C:
+        if CAUSAL and KERNEL == NO_KERNEL:
+            w = ds
+            distance = cj[None, :]
+        else:
+            w = ds
+            if KERNEL == LOG_KERNEL:
+                w = w * (bias * inverse)
+            if not CAUSAL:
+                w = tl.where(at[:, None] >= j[None, :], w, -w)
+            distance = cj[None, :] - ci[:, None]
+        if LATE:
+            dg += w * distance
+            rows += w
+        else:
+            dg += tl.sum(w * distance, 1)
+            rows += tl.sum(w, 1)
+    dq = tl.dot(ds.to(kT.dtype), tl.trans(kT), dq, input_precision=PRECISION)
+    return dq, dg, rows
+
+
+@triton.jit
+def backward_queries(Q, K, V, OFF, BASE, G, DO, SHIFT, DELTA, ROWC, DQ, DG, DC, KMASK, DOCS, LO, HI, sqb, sqh, sqt, skb,
+                     skh, skt, svb, svh, svt, sdob, sdoh, sdot, H, GROUP, Tq, Tk, start, window, scale, scale2,
+                     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
+                     POTENTIAL: tl.constexpr, GAIN: tl.constexpr, KERNEL: tl.constexpr, WINDOW: tl.constexpr,
+                     PADDED: tl.constexpr, PACKED: tl.constexpr, BOUNDED: tl.constexpr, NEED_C: tl.constexpr,
+                     LATE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """dq, dg and the rows' part of dc (taken off what ``backward_keys`` stored) for one block of BM queries."""
+    pm = tl.num_programs(0) - 1 - tl.program_id(0)
+    bh = tl.program_id(1)
+    b = (bh // H).to(tl.int64)
+    h = (bh % H).to(tl.int64)
+    K += b * skb + (h // GROUP) * skh
+    V += b * svb + (h // GROUP) * svh
+    OFF += bh.to(tl.int64) * Tk
+    BASE += bh * tl.cdiv(Tk, SPLIT)
+    KMASK += b * Tk
+    DOCS += b * Tk
+    i = pm * BM + tl.arange(0, BM)
+    i64 = i.to(tl.int64)
+    on = tl.arange(0, BN)
+    od = tl.arange(0, BD)
+    at = i + start
+    line = bh.to(tl.int64) * Tq
+    mask = (i[:, None] < Tq) & (od[None, :] < D)
+    q = tl.load(Q + b * sqb + h * sqh + i64[:, None] * sqt + od[None, :], mask=mask, other=0.0)
+    do = tl.load(DO + b * sdob + h * sdoh + i64[:, None] * sdot + od[None, :], mask=mask, other=0.0)
+    shift = tl.load(SHIFT + line + i, mask=i < Tq, other=float("inf"))
+    delta = tl.load(DELTA + line + i, mask=i < Tq, other=0.0)
+    g = tl.full([BM], 1.0, tl.float32)
+    ci = tl.zeros([BM], tl.float32)
+    base = tl.full([], 0.0, tl.float64)
+    if POTENTIAL:
+        if GAIN:
+            g = tl.load(G + line + i, mask=i < Tq, other=0.0)
+        base = _row_base(OFF, BASE, pm * BM, start, PACKED)
+        ci = tl.load(ROWC + line + i, mask=i < Tq, other=0.0)
+    dq = tl.zeros([BM, BD], tl.float32)
+    if LATE:
+        dg = tl.zeros([BM, BN], tl.float32)
+        rows = tl.zeros([BM, BN], tl.float32)
+    else:
+        dg = tl.zeros([BM], tl.float32)
+        rows = tl.zeros([BM], tl.float32)
+
+    first = pm * BM + start
+    lo, hi, mid = _key_range(LO, HI, bh, pm * BM, first, Tq, Tk, window, BM, BN, CAUSAL, WINDOW, PADDED, PACKED, BOUNDED)
+    if not (WINDOW or PADDED or PACKED):
+        for n in range(lo, mid, BN):
+            dq, dg, rows = _queries_step(dq, dg, rows, q, do, g, ci, shift, delta, base, K, V, OFF, BASE, KMASK, DOCS, n,
+                                         at, on, od, Tk, window, skt, svt, scale2, D, BD, CAUSAL, POTENTIAL, KERNEL,
+                                         WINDOW, PADDED, PACKED, False, NEED_C, LATE, PRECISION)  # fmt: skip
+    for n in range(mid, hi, BN):
+        dq, dg, rows = _queries_step(dq, dg, rows, q, do, g, ci, shift, delta, base, K, V, OFF, BASE, KMASK, DOCS, n, at,
+                                     on, od, Tk, window, skt, svt, scale2, D, BD, CAUSAL, POTENTIAL, KERNEL, WINDOW,
+                                     PADDED, PACKED, True, NEED_C, LATE, PRECISION)  # fmt: skip
+    tl.store(DQ + (line + i64)[:, None] * D + od[None, :], (dq * scale).to(DQ.dtype.element_ty), mask=mask)
+    if NEED_C:
+        if LATE:
+            dg = tl.sum(dg, 1)
+            rows = tl.sum(rows, 1)
+        if KERNEL == LOG_KERNEL:
+            rows = rows * -2.0
+            dg = dg * -2.0
+        elif CAUSAL:
+            dg -= ci * rows
+        if GAIN:
+            tl.store(DG + line + i, dg, mask=i < Tq)
+        where = DC + bh.to(tl.int64) * Tk + at
+        tl.store(where, tl.load(where, mask=i < Tq, other=0.0) - g * rows, mask=i < Tq)

@@ -1,0 +1,188 @@
+"""Which keys a block of rows can leave out, with proof.
+
+For a row i the weight of all keys before key n is at most
+
+    n · exp( max_j<n s_ij − g_i (c_i − c_n−1) ) / Z_i
+
+since c is sorted. ``s_ij = q_i·μ + q_i·(k_j − μ) ≤ q_i·μ + ‖q_i‖ · max_j<n ‖k_j − μ‖`` for any vector μ; with the mean key
+for μ what all keys share cancels, and the bound is far tighter than ‖q_i‖ ‖k‖. Z_i is at least the sum over the keys near
+row i, which is computed exactly. The bound grows with n, so the first live key is found by bisection, and everything before
+it may go when the bound is below ε for every row of the block. Bidirectional rows do the same to the right, with ε/2 each.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from cable_attn.attention.fused import _Problem
+
+from cable_attn.attention.kernels import LOG2E, SPLIT, _distance, _from_base, _potential, _visible
+
+KEY_BLOCK = 64
+"""Keys are dropped in blocks of so many."""
+NEAR = 128
+"""How many keys before (and after) a block of rows count towards its lower bound on Z."""
+SLACK = 1.001
+"""For the rounding of norms and products."""
+
+
+def live_keys(problem: _Problem, document_ids: Tensor | None, epsilon: float) -> tuple[Tensor, Tensor]:
+    """The first live key and the end of the live keys for each block of rows: int32 [B, H, blocks]."""
+    from cable_attn.attention.fused import BOUND_ROWS
+
+    q, k = problem.q, problem.k
+    causal = problem.flags["CAUSAL"]
+    mean = k.mean(dim=2, dtype=torch.float32)  # [B, H_kv, D]
+    blocks = triton.cdiv(problem.keys, KEY_BLOCK)
+    radius = torch.empty(*k.shape[:2], blocks, device=k.device, dtype=torch.float32)
+    _radii[(blocks, k.shape[0] * k.shape[1])](
+        k, mean, radius, *k.stride()[:3], k.shape[1], problem.keys, blocks,
+        D=problem.flags["D"], BD=problem.flags["BD"], BN=KEY_BLOCK, num_warps=4,
+    )  # fmt: skip
+    before = radius.cummax(-1).values
+    after = before if causal else radius.flip(-1).cummax(-1).values.flip(-1)
+    rows = triton.cdiv(problem.queries, BOUND_ROWS)
+    lo = torch.empty(problem.batch, problem.heads, rows, device=q.device, dtype=torch.int32)
+    hi = torch.empty_like(lo)
+    first, end = _documents(document_ids, lo)
+    flags = {key: value for key, value in problem.flags.items() if key not in ("KERNEL", "BOUNDED", "POTENTIAL")}
+    _bounds[(rows, problem.batch * problem.heads)](
+        q, k, *problem.bias, mean, before, after, lo, hi, *problem.masks, first, end,
+        *q.stride()[:3], *k.stride()[:3], *problem.sizes, blocks,
+        problem.scale * float(LOG2E.value), epsilon if causal else epsilon / 2,
+        BM=BOUND_ROWS, BN=KEY_BLOCK, NEAR_KEYS=NEAR, SLACK_FACTOR=SLACK, num_warps=8, num_stages=1, **flags,
+    )  # fmt: skip
+    return lo, hi
+
+
+def _documents(document_ids: Tensor | None, unused: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the document of each token begins and ends: int32 [B, Tk]."""
+    if document_ids is None:
+        return unused, unused
+    keys = document_ids.shape[1]
+    index = torch.arange(keys, device=document_ids.device)
+    changed = torch.nn.functional.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)
+    first = torch.where(changed, index, 0).cummax(-1).values
+    last = torch.nn.functional.pad(changed[:, 1:], (0, 1), value=True)
+    end = torch.where(last, index + 1, keys).flip(-1).cummin(-1).values.flip(-1)
+    return first.int().contiguous(), end.int().contiguous()
+
+
+@triton.jit
+def _radii(K, MEAN, R, skb, skh, skt, key_heads, Tk, blocks, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr):
+    """The largest distance of a key from the mean key, for each block of keys."""
+    n = tl.program_id(0)
+    bk = tl.program_id(1)
+    j = n * BN + tl.arange(0, BN)
+    od = tl.arange(0, BD)
+    base = K + (bk // key_heads).to(tl.int64) * skb + (bk % key_heads).to(tl.int64) * skh
+    mask = (j[:, None] < Tk) & (od[None, :] < D)
+    k = tl.load(base + j.to(tl.int64)[:, None] * skt + od[None, :], mask=mask, other=0.0).to(tl.float32)
+    mean = tl.load(MEAN + bk * D + od, mask=od < D, other=0.0)
+    away = tl.where(mask, k - mean[None, :], 0.0)
+    tl.store(R + bk.to(tl.int64) * blocks + n, tl.sqrt(tl.max(tl.sum(away * away, 1))))
+
+
+@triton.jit
+def _bounds(Q, K, OFF, BASE, G, MEAN, BEFORE, AFTER, LO, HI, KMASK, DOCS, FIRST, END, sqb, sqh, sqt, skb, skh, skt, H, GROUP, Tq, Tk, start, window, blocks, scale2, epsilon, D: tl.constexpr,
+            BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, NEAR_KEYS: tl.constexpr, SLACK_FACTOR: tl.constexpr,
+            CAUSAL: tl.constexpr, GAIN: tl.constexpr, WINDOW: tl.constexpr, PADDED: tl.constexpr, PACKED: tl.constexpr,
+            PRECISION: tl.constexpr):  # fmt: skip
+    pm = tl.program_id(0)
+    bh = tl.program_id(1)
+    b = (bh // H).to(tl.int64)
+    h = (bh % H).to(tl.int64)
+    bk = b * (H // GROUP) + h // GROUP
+    K += b * skb + (h // GROUP) * skh
+    OFF += bh.to(tl.int64) * Tk
+    BASE += bh * tl.cdiv(Tk, SPLIT)
+    KMASK += b * Tk
+    DOCS += b * Tk
+    BEFORE += bk * blocks
+    AFTER += bk * blocks
+    i = pm * BM + tl.arange(0, BM)
+    on = tl.arange(0, BN)
+    od = tl.arange(0, BD)
+    at = i + start
+    row = i < Tq
+    q = tl.load(Q + b * sqb + h * sqh + i.to(tl.int64)[:, None] * sqt + od[None, :],
+                mask=row[:, None] & (od[None, :] < D), other=0.0)  # fmt: skip
+    g = tl.full([BM], 1.0, tl.float32)
+    if GAIN:
+        g = tl.load(G + bh.to(tl.int64) * Tq + i, mask=row, other=0.0)
+    base = _potential(OFF, BASE, pm * BM + start, True, PACKED)
+    ci = (_potential(OFF, BASE, at, row, PACKED) - base).to(tl.float32)
+    mean = tl.load(MEAN + bk * D + od, mask=od < D, other=0.0)
+    wide = q.to(tl.float32)
+    shared = tl.sum(wide * mean[None, :], 1) * scale2  # q_i·μ
+    reach = tl.sqrt(tl.sum(wide * wide, 1)) * tl.abs(scale2) * SLACK_FACTOR
+
+    first = pm * BM + start
+    m = tl.full([BM], float("-inf"), tl.float32)
+    l = tl.zeros([BM], tl.float32)
+    lo = tl.maximum((first - NEAR_KEYS) // BN * BN, 0)
+    hi = tl.minimum(first + BM, Tk)
+    if not CAUSAL:
+        hi = tl.minimum(hi + NEAR_KEYS, Tk)
+    for n in range(lo, hi, BN):
+        j = n + on
+        k = tl.load(K + n * tl.full([], 1, tl.int64) * skt + on[None, :] * skt + od[:, None],
+                    mask=(j[None, :] < Tk) & (od[:, None] < D), other=0.0)  # fmt: skip
+        cj = _from_base(OFF, BASE, n, on, base, Tk, True, PACKED)
+        x = tl.dot(q, k, input_precision=PRECISION) * scale2
+        x -= (g * LOG2E)[:, None] * _distance(ci[:, None], cj[None, :], at[:, None], j[None, :], CAUSAL)
+        seen = _visible(at[:, None], j[None, :], KMASK, DOCS, Tk, window, CAUSAL, WINDOW, PADDED, PACKED)
+        x = tl.where(seen, x, float("-inf"))
+        top = tl.maximum(m, tl.max(x, 1))
+        safe = tl.where(top == float("-inf"), 0.0, top)
+        l = l * tl.exp2(m - safe) + tl.sum(tl.exp2(x - safe[:, None]), 1)
+        m = top
+    # log2 of ε Z, and of what one far key weighs before its distance counts; a row with no near key prunes nothing.
+    budget = tl.where(l > 0.0, m + tl.log2(tl.where(l > 0.0, l, 1.0)), float("-inf")) + tl.log2(epsilon)
+    slope = g * LOG2E
+    begins = tl.zeros([BM], tl.int32)
+    ends = tl.zeros([BM], tl.int32) + Tk
+    if PACKED:
+        begins = tl.load(FIRST + b * Tk + at, mask=row, other=0)
+        ends = tl.load(END + b * Tk + at, mask=row, other=0)
+
+    # Left: the largest number of key blocks before the rows that may go.
+    none, all_ = 0, first // BN
+    for _ in range(24):
+        n = (none + all_ + 1) // 2
+        last = tl.maximum(n * BN - 1, 0)
+        c_last = (_potential(OFF, BASE, last, True, PACKED) - base).to(tl.float32)
+        radius = tl.load(BEFORE + tl.maximum(n - 1, 0))
+        count = tl.log2((last + 1).to(tl.float32))
+        weight = count + shared + reach * radius - slope * (ci - c_last)
+        needed = row & (begins <= last) & (weight >= budget)
+        fits = (tl.max(needed.to(tl.int32)) == 0) | (n == 0)
+        none = tl.where(fits, n, none)
+        all_ = tl.where(fits, all_, n - 1)
+        all_ = tl.maximum(all_, none)
+    where = bh.to(tl.int64) * tl.num_programs(0) + pm
+    tl.store(LO + where, none * BN)
+
+    # Right: the smallest block from which all keys may go.
+    if CAUSAL:
+        tl.store(HI + where, Tk)
+    else:
+        low, high = tl.minimum((first + BM + BN - 1) // BN, blocks), blocks
+        for _ in range(24):
+            n = (low + high) // 2
+            next_ = tl.minimum(n * BN, Tk - 1)
+            c_next = (_potential(OFF, BASE, next_, True, PACKED) - base).to(tl.float32)
+            radius = tl.load(AFTER + tl.minimum(n, blocks - 1))
+            count = tl.log2(tl.maximum(Tk - n * BN, 1).to(tl.float32))
+            weight = count + shared + reach * radius - slope * (c_next - ci)
+            needed = row & (ends > n * BN) & (weight >= budget)
+            fits = (tl.max(needed.to(tl.int32)) == 0) | (n >= blocks)
+            high = tl.where(fits, n, high)
+            low = tl.where(fits, low, tl.minimum(n + 1, high))
+        tl.store(HI + where, tl.minimum(high * BN, Tk))

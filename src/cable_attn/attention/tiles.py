@@ -1,0 +1,84 @@
+"""Tile sizes of the fused kernels, tuned ahead of time so that a first call only compiles one version of each.
+
+A tile is (queries, keys, warps, stages, late). They depend on the GPU generation and on the head dimension, rounded up to a
+power of two; fp32 has its own, since its tiles are twice as large and its dots do not use the tensor cores.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Tile(NamedTuple):
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+    late: bool = True
+    """Forward: apply the scale in the exponent. Backward: sum the gradients of c and g over a row once, at the end. Both
+    save instructions and cost registers."""
+
+
+class Tiles(NamedTuple):
+    forward: Tile
+    keys: Tile
+    queries: Tile
+
+
+_SMALL_HOPPER = Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 1), Tile(64, 64, 4, 3))
+_SMALL_AMPERE = Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 1), Tile(64, 64, 4, 2))
+
+HALF: dict[str, dict[int, Tiles]] = {
+    "sm_80": {
+        16: _SMALL_AMPERE,
+        32: _SMALL_AMPERE,
+        64: _SMALL_AMPERE,
+        128: Tiles(Tile(64, 64, 4, 2, False), Tile(64, 64, 4, 1, False), Tile(64, 64, 4, 1, False)),
+        256: Tiles(Tile(64, 32, 4, 2, False), Tile(32, 32, 4, 1, False), Tile(32, 32, 4, 1, False)),
+    },
+    "sm_90": {
+        16: _SMALL_HOPPER,
+        32: _SMALL_HOPPER,
+        64: _SMALL_HOPPER,
+        128: Tiles(Tile(128, 128, 8, 3, False), Tile(64, 128, 8, 3, False), Tile(128, 64, 8, 3)),
+        256: Tiles(Tile(64, 64, 4, 2, False), Tile(32, 64, 4, 1, False), Tile(64, 32, 4, 2, False)),
+    },
+}
+HALF["sm_100"] = HALF["sm_90"]
+
+LONG = 8192
+LONG_KEYS: dict[tuple[str, int], Tile] = {("sm_90", 64): Tile(128, 128, 8, 2, False)}
+"""Better tiles for ``backward_keys`` when the text is at least LONG and the bias has no kernel."""
+
+SINGLE: dict[int, Tiles] = {
+    dim: Tiles(Tile(32, 32, 4, 1, False), Tile(32, 32, 4, 1, False), Tile(32, 32, 4, 1, False)) for dim in (16, 32, 64, 128)
+}
+SINGLE[256] = Tiles(Tile(16, 32, 4, 1, False), Tile(16, 32, 4, 1, False), Tile(16, 32, 4, 1, False))
+
+INTERPRETED = Tiles(Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1, False))
+"""Small and uneven, so that the interpreter walks every path of the kernels on short texts."""
+
+OVERRIDES: dict[tuple[int, torch.dtype], Tiles] = {}
+"""Tiles by (padded head dimension, dtype) that win over the tables: what ``cable bench attention --tune`` found."""
+
+
+def generation(capability: tuple[int, int]) -> str:
+    """The table for a GPU: that of its own generation, or the last one before it."""
+    if capability >= (10, 0):
+        return "sm_100"
+    return "sm_90" if capability >= (9, 0) else "sm_80"
+
+
+def tiles_for(dim: int, dtype: torch.dtype, capability: tuple[int, int], keys: int, plain: bool) -> Tiles:
+    """dim: the head dimension, rounded up to a power of two; plain: the bias has no kernel."""
+    if (dim, dtype) in OVERRIDES:
+        return OVERRIDES[dim, dtype]
+    if dtype == torch.float32:
+        return SINGLE[dim]
+    name = generation(capability)
+    tiles = HALF[name][dim]
+    if keys >= LONG and plain and (name, dim) in LONG_KEYS:
+        return tiles._replace(keys=LONG_KEYS[name, dim])
+    return tiles

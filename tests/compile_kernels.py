@@ -1,0 +1,98 @@
+"""Compile every shipped tile of the fused kernels for a GPU generation, without a GPU, and print what does not fit.
+
+Run in a process of its own (the kernels must be imported without the interpreter): python compile_kernels.py 90
+"""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from cable_attn.attention import kernels, pruning
+from cable_attn.attention.tiles import HALF, SINGLE, Tile
+
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+CABLE = {"CAUSAL": True, "POTENTIAL": True, "GAIN": True, "KERNEL": 0}
+PLAIN = {"WINDOW": False, "PADDED": False, "PACKED": False, "BOUNDED": False, "EVEN": True}
+VARIANTS = {
+    "cable": {},
+    "none": {"POTENTIAL": False, "GAIN": False},
+    "k-cable": {"KERNEL": 1},
+    "bidirectional, padded, odd lengths": {"CAUSAL": False, "PADDED": True, "EVEN": False},
+    "packed, windowed": {"PACKED": True, "WINDOW": True, "EVEN": False},
+    "pruned": {"BOUNDED": True},
+}
+
+
+def pointer(name: str, data: str, packed: bool) -> str:
+    if name in ("Q", "K", "V", "O", "DO", "DK", "DV", "DQ"):
+        return f"*{data}"
+    if name == "OFF":
+        return "*fp64" if packed else "*fp32"
+    if name == "KMASK":
+        return "*i1"
+    if name in ("DOCS", "LO", "HI", "FIRST", "END"):
+        return "*i32"
+    return "*fp64" if name in ("BASE", "C") else "*fp32"
+
+
+def signature(kernel: Any, constants: dict[str, Any], data: str) -> dict[str, str]:
+    """The type of each argument: capitals are pointers, scales are floats, all else counts something."""
+    types = {}
+    for name in kernel.arg_names:
+        if name in constants:
+            types[name] = "constexpr"
+        elif name.isupper() and name not in ("H", "GROUP"):
+            types[name] = pointer(name, data, constants.get("PACKED", False))
+        else:
+            types[name] = "fp32" if name.startswith("scale") or name == "epsilon" else "i32"
+    return types
+
+
+def build(kernel: Any, tile: Tile, flags: dict[str, Any], data: str, generation: int) -> str | None:
+    """What is wrong with this version, if anything."""
+    constants = {name: value for name, value in flags.items() if name in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature(kernel, constants, data), constexprs=constants)
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    try:
+        built = compile(source, target=GPUTarget("cuda", generation, 32), options=options)
+    except Exception as error:
+        return f"{kernel.fn.__name__} {tile} {flags}: {type(error).__name__}: {str(error).strip()[-400:]}"
+    used = built.metadata.shared
+    if used > SHARED_MEMORY[generation]:
+        return f"{kernel.fn.__name__} {tile} {flags}: needs {used} bytes of shared memory"
+    return None
+
+
+def jobs(generation: int) -> list[tuple]:
+    """The plain CABLE flags at every tile that differs; on Hopper also fp32, every variant, and the small kernels."""
+    hopper = generation == 90
+    dims = (64, 128) if generation == 100 else (64, 128, 256)
+    wanted = [("cable", dim, "bf16", HALF[f"sm_{generation}"][dim]) for dim in dims]
+    if hopper:
+        wanted += [("cable", dim, "fp32", SINGLE[dim]) for dim in (128, 256)]
+        wanted += [(name, 64, "bf16", HALF["sm_90"][64]) for name in VARIANTS if name != "cable"]
+    todo = []
+    for name, dim, data, tiles in wanted:
+        flags = {**CABLE, **PLAIN, **VARIANTS[name], "D": dim, "BD": dim}
+        flags |= {"NEED_C": flags["POTENTIAL"], "PRECISION": "ieee" if data == "fp32" else "tf32"}
+        for kernel, tile in zip((kernels.forward, kernels.backward_keys, kernels.backward_queries), tiles):
+            shape = {"BM": tile.queries, "BN": tile.keys, "LATE": tile.late}
+            todo.append((kernel, tile, {**flags, **shape}, data, generation))
+    flags = {**CABLE, **PLAIN, "D": 64, "BD": 64, "PRECISION": "tf32", "BM": 128, "BN": 64}
+    flags |= {"NEAR_KEYS": 128, "SLACK_FACTOR": 1.001, "BLOCK": 128}
+    small = (kernels.split_potential, kernels.row_dots, pruning._radii, pruning._bounds) if hopper else ()
+    return todo + [(kernel, Tile(128, 64, 8, 1), flags, "bf16", generation) for kernel in small]
+
+
+if __name__ == "__main__":
+    todo = jobs(int(sys.argv[1]))
+    with ThreadPoolExecutor(2) as pool:
+        wrong = [problem for problem in pool.map(lambda job: build(*job), todo) if problem]
+    print(f"{len(todo)} kernels, {len(wrong)} wrong")
+    print("\n".join(wrong))
+    sys.exit(bool(wrong))
