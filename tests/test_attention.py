@@ -14,7 +14,6 @@ from cable_attn.layout import Layout
 
 from . import oracle
 
-
 BACKENDS = ("reference", "sdpa")  # test_fused.py has the third
 
 

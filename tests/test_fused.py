@@ -139,7 +139,7 @@ def test_awkward_potentials(kind, causal):
         (torch.rand(1, 2, 33).cumsum(-1), torch.zeros(1, 2, 33)),
         (torch.rand(1, 2, 33).cumsum(-1) * 20 + 1e4, torch.rand(1, 2, 33)),
     ]:
-        tensors = leaves(33, 33, "none") + [c.double().requires_grad_(), g.clone().requires_grad_()]
+        tensors = [*leaves(33, 33, "none"), c.double().requires_grad_(), g.clone().requires_grad_()]
         assert_equal_to_reference(tensors, kind, causal=causal, tolerance=5e-5)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -178,6 +178,56 @@ def evaluate(
             value = perplexity(model, held_out, length, on_tokens=partial(progress.advance, task))
             table.add_row(str(length), f"{value:.2f}")
     console.print(table)
+
+
+bench_app = typer.Typer(help="Measure speed and memory beside the peers, behind a correctness gate.")
+app.add_typer(bench_app, name="bench")
+
+
+@bench_app.command(name="attention")
+def bench_attention(
+    shapes: Annotated[
+        str, typer.Option(help="batch,heads,tokens,dim, several with ';' between; default: the four standard ones.")
+    ] = "",
+    results: Annotated[Path, typer.Option(help="JSONL file to which the rows are added.")] = Path(
+        "benchmarks/results/attention.jsonl"
+    ),
+) -> None:
+    """Fused CABLE attention against SDPA (flash, cuDNN), FlexAttention, a materialised bias and others.
+
+    Needs a GPU. Prints GPU times in milliseconds and adds a JSON line for each row, with commit, GPU and versions.
+    """
+    from cable_attn.bench import attention as bench
+    from cable_attn.bench.records import append, environment
+
+    wanted = _shapes(shapes) if shapes else bench.SHAPES
+    around = environment()
+    for row in bench.run(wanted, console.print):
+        append(results, [{**row, **around}])
+        console.print(_bench_line(row), highlight=False, soft_wrap=True)
+    console.print(f"Rows added to {results}", markup=False, highlight=False)
+
+
+def _shapes(text: str) -> tuple[Any, ...]:
+    from cable_attn.bench.attention import Shape
+
+    parsed = []
+    for part in text.split(";"):
+        numbers = part.split(",")
+        if len(numbers) != 4 or not all(number.strip().isdigit() for number in numbers):
+            raise CableError(f"--shapes wants batch,heads,tokens,dim like 16,16,1024,64, got {part!r}.")
+        parsed.append(Shape(*map(int, numbers)))
+    return tuple(parsed)
+
+
+def _bench_line(row: dict[str, Any]) -> str:
+    shape = ",".join(str(number) for number in row["shape"].values())
+    if "error" in row:
+        return f"{shape:>16} {row['peer']:>14}   {escape(row['error'])}"
+    return (
+        f"{shape:>16} {row['peer']:>14}   forward {row['forward_ms']:8.3f} ms   "
+        f"forward+backward {row['both_ms']:8.3f} ms   peak {row['peak_mib']:7.0f} MiB"
+    )
 
 
 def _numbers(text: str) -> list[int]:

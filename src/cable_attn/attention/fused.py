@@ -194,9 +194,7 @@ def _forward(
     lse = torch.empty(batch, heads, queries, device=q.device, dtype=torch.float32)
     with _on(q.device):
         off, base = _split(q, c, packed=document_ids is not None)
-        problem = _Problem(
-            q, k, off, base, g, key_mask, document_ids, scale, causal, start, window, kernel, prune
-        )
+        problem = _Problem(q, k, off, base, g, key_mask, document_ids, scale, causal, start, window, kernel, prune)
         lo, hi = pruning.live_keys(problem, document_ids, prune) if prune > 0 else (_none(q), _none(q))
         tile = problem.tiles.forward
         kernels.forward[(_blocks(queries, tile.queries), batch * heads)](
@@ -281,9 +279,8 @@ def _empty_gradients(
     q: Tensor, k: Tensor, g: Tensor | None, need_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     batch, heads, queries, _ = q.shape
-    single = {"device": q.device, "dtype": torch.float32}
-    dc = torch.empty((batch, heads, k.shape[2]) if need_bias else (0,), **single)
-    dg = torch.empty((batch, heads, queries) if need_bias and g is not None else (0,), **single)
+    dc = q.new_empty((batch, heads, k.shape[2]) if need_bias else (0,), dtype=torch.float32)
+    dg = q.new_empty((batch, heads, queries) if need_bias and g is not None else (0,), dtype=torch.float32)
     return q.new_empty(q.shape), k.new_empty(k.shape), k.new_empty(k.shape), dc, dg
 
 

@@ -96,7 +96,7 @@ def _distance(ci, cj, at, j, CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def _forward_step(acc, m, l, q, g, ci, base, K, V, OFF, BASE, KMASK, DOCS, n, at, on, od, Tk, window, skt, svt, scale2,
+def _forward_step(acc, m, norm, q, g, ci, base, K, V, OFF, BASE, KMASK, DOCS, n, at, on, od, Tk, window, skt, svt, scale2,
                   D: tl.constexpr, BD: tl.constexpr, CAUSAL: tl.constexpr, POTENTIAL: tl.constexpr, KERNEL: tl.constexpr,
                   WINDOW: tl.constexpr, PADDED: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr,
                   SAFE: tl.constexpr, LATE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
@@ -136,14 +136,14 @@ def _forward_step(acc, m, l, q, g, ci, base, K, V, OFF, BASE, KMASK, DOCS, n, at
         b = g[:, None] * _distance(ci[:, None], cj[None, :], at[:, None], j[None, :], CAUSAL)
         root = tl.rsqrt(1.0 + b * b)  # one fast instruction; a division takes five
         p = p * (root * root)
-    l = l * a + tl.sum(p, 1)
+    norm = norm * a + tl.sum(p, 1)
     acc = acc * a[:, None]
     if MASKED or BD != D:
         v = tl.load(vp, mask=(j[:, None] < Tk) & (od[None, :] < D), other=0.0)
     else:
         v = tl.load(vp)
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-    return acc, mn, l
+    return acc, mn, norm
 
 
 @triton.jit
@@ -188,30 +188,32 @@ def forward(Q, K, V, OFF, BASE, G, O, LSE, KMASK, DOCS, LO, HI, sqb, sqh, sqt, s
             if LATE:
                 g = g / scale2
     m = tl.full([BM], float("-inf"), tl.float32)
-    l = tl.zeros([BM], tl.float32)
+    norm = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, BD], tl.float32)
 
-    lo, hi, mid = _key_range(LO, HI, bh, pm * BM, first, Tq, Tk, window, BM, BN, CAUSAL, WINDOW, PADDED, PACKED, BOUNDED)
+    lo, hi, mid = _key_range(
+        LO, HI, bh, pm * BM, first, Tq, Tk, window, BM, BN, CAUSAL, WINDOW, PADDED, PACKED, BOUNDED
+    )
     ANYWHERE: tl.constexpr = WINDOW or PADDED or PACKED
     if not ANYWHERE:
         for n in range(lo, mid, BN):
-            acc, m, l = _forward_step(acc, m, l, q, g, ci, base, K, V, OFF, BASE, KMASK, DOCS, n, at, on, od, Tk, window,
+            acc, m, norm = _forward_step(acc, m, norm, q, g, ci, base, K, V, OFF, BASE, KMASK, DOCS, n, at, on, od, Tk, window,
                                       skt, svt, scale2, D, BD, CAUSAL, POTENTIAL, KERNEL, WINDOW, PADDED, PACKED, False,
                                       ANYWHERE, LATE, PRECISION)  # fmt: skip
     for n in range(mid, hi, BN):
-        acc, m, l = _forward_step(acc, m, l, q, g, ci, base, K, V, OFF, BASE, KMASK, DOCS, n, at, on, od, Tk, window,
+        acc, m, norm = _forward_step(acc, m, norm, q, g, ci, base, K, V, OFF, BASE, KMASK, DOCS, n, at, on, od, Tk, window,
                                   skt, svt, scale2, D, BD, CAUSAL, POTENTIAL, KERNEL, WINDOW, PADDED, PACKED, True,
                                   ANYWHERE, LATE, PRECISION)  # fmt: skip
     if LATE:
         m = m * scale2
         g = g * scale2
     if ANYWHERE:
-        blind = l == 0.0
-        l = tl.where(blind, 1.0, l)
-        lse = tl.where(blind, float("inf"), m + tl.log2(l))
+        blind = norm == 0.0
+        norm = tl.where(blind, 1.0, norm)
+        lse = tl.where(blind, float("inf"), m + tl.log2(norm))
     else:
-        lse = m + tl.log2(l)
-    acc = acc / l[:, None]
+        lse = m + tl.log2(norm)
+    acc = acc / norm[:, None]
     if POTENTIAL and CAUSAL and KERNEL == NO_KERNEL:
         lse -= g * ci
     op = O + i64[:, None] * sot + od[None, :]
@@ -553,7 +555,9 @@ def backward_queries(Q, K, V, OFF, BASE, G, DO, SHIFT, DELTA, ROWC, DQ, DG, DC, 
         rows = tl.zeros([BM], tl.float32)
 
     first = pm * BM + start
-    lo, hi, mid = _key_range(LO, HI, bh, pm * BM, first, Tq, Tk, window, BM, BN, CAUSAL, WINDOW, PADDED, PACKED, BOUNDED)
+    lo, hi, mid = _key_range(
+        LO, HI, bh, pm * BM, first, Tq, Tk, window, BM, BN, CAUSAL, WINDOW, PADDED, PACKED, BOUNDED
+    )
     if not (WINDOW or PADDED or PACKED):
         for n in range(lo, mid, BN):
             dq, dg, rows = _queries_step(dq, dg, rows, q, do, g, ci, shift, delta, base, K, V, OFF, BASE, KMASK, DOCS, n,

@@ -125,7 +125,7 @@ def _bounds(Q, K, OFF, BASE, G, MEAN, BEFORE, AFTER, LO, HI, KMASK, DOCS, FIRST,
 
     first = pm * BM + start
     m = tl.full([BM], float("-inf"), tl.float32)
-    l = tl.zeros([BM], tl.float32)
+    norm = tl.zeros([BM], tl.float32)
     lo = tl.maximum((first - NEAR_KEYS) // BN * BN, 0)
     hi = tl.minimum(first + BM, Tk)
     if not CAUSAL:
@@ -141,10 +141,10 @@ def _bounds(Q, K, OFF, BASE, G, MEAN, BEFORE, AFTER, LO, HI, KMASK, DOCS, FIRST,
         x = tl.where(seen, x, float("-inf"))
         top = tl.maximum(m, tl.max(x, 1))
         safe = tl.where(top == float("-inf"), 0.0, top)
-        l = l * tl.exp2(m - safe) + tl.sum(tl.exp2(x - safe[:, None]), 1)
+        norm = norm * tl.exp2(m - safe) + tl.sum(tl.exp2(x - safe[:, None]), 1)
         m = top
     # log2 of ε Z, and of what one far key weighs before its distance counts; a row with no near key prunes nothing.
-    budget = tl.where(l > 0.0, m + tl.log2(tl.where(l > 0.0, l, 1.0)), float("-inf")) + tl.log2(epsilon)
+    budget = tl.where(norm > 0.0, m + tl.log2(tl.where(norm > 0.0, norm, 1.0)), float("-inf")) + tl.log2(epsilon)
     slope = g * LOG2E
     begins = tl.zeros([BM], tl.int32)
     ends = tl.zeros([BM], tl.int32) + Tk

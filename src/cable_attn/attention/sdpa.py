@@ -92,8 +92,12 @@ def _columns(call: Call, rows: range, keys: int) -> tuple[Tensor, Tensor, Tensor
     """
     assert isinstance(call.bias, PotentialBias)
     batch, heads = call.q.shape[:2]
-    middle = torch.as_tensor((rows.start + rows.stop) // 2 + call.layout.query_start, device=call.q.device)
-    c = call.bias.c - call.bias.c.index_select(-1, middle.reshape(1)).detach()
+    middle = (rows.start + rows.stop) // 2 + call.layout.query_start
+    if isinstance(middle, int):
+        centre = call.bias.c[..., middle : middle + 1]
+    else:
+        centre = call.bias.c.index_select(-1, middle.reshape(1))
+    c = call.bias.c - centre.detach()
     c = c[..., :keys].to(call.wide).unsqueeze(-1).expand(batch, heads, keys, 1)
     g = call.bias.g
     if g is None:

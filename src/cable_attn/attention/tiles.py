@@ -1,7 +1,7 @@
 """Tile sizes of the fused kernels, tuned ahead of time so that a first call only compiles one version of each.
 
-A tile is (queries, keys, warps, stages, late). They depend on the GPU generation and on the head dimension, rounded up to a
-power of two; fp32 has its own, since its tiles are twice as large and its dots do not use the tensor cores.
+A tile is (queries, keys, warps, stages, late). It depends on the GPU generation and on the head dimension, rounded up
+to a power of two; fp32 has its own, since its tiles are twice as large and its dots do not use the tensor cores.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     late: bool = True
-    """Forward: apply the scale in the exponent. Backward: sum the gradients of c and g over a row once, at the end. Both
-    save instructions and cost registers."""
+    """Forward: apply the scale in the exponent. Backward: sum the gradients of c and g over a row once, at the end.
+    Both save instructions and cost registers."""
 
 
 class Tiles(NamedTuple):
@@ -53,7 +53,8 @@ LONG_KEYS: dict[tuple[str, int], Tile] = {("sm_90", 64): Tile(128, 128, 8, 2, Fa
 """Better tiles for ``backward_keys`` when the text is at least LONG and the bias has no kernel."""
 
 SINGLE: dict[int, Tiles] = {
-    dim: Tiles(Tile(32, 32, 4, 1, False), Tile(32, 32, 4, 1, False), Tile(32, 32, 4, 1, False)) for dim in (16, 32, 64, 128)
+    dim: Tiles(Tile(32, 32, 4, 1, False), Tile(32, 32, 4, 1, False), Tile(32, 32, 4, 1, False))
+    for dim in (16, 32, 64, 128)
 }
 SINGLE[256] = Tiles(Tile(16, 32, 4, 1, False), Tile(16, 32, 4, 1, False), Tile(16, 32, 4, 1, False))
 

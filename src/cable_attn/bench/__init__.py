@@ -1,0 +1,1 @@
+"""Speed and memory, always beside the peers and behind a correctness gate."""

@@ -1,0 +1,141 @@
+"""The fused kernels on a GPU: bf16, long texts, compiled models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cable_attn import CableGPTForCausalLM, PotentialBias, attention
+from cable_attn.attention import fused, make_call
+from cable_attn.attention.reference import weights
+from cable_attn.layout import Layout
+from tests.conftest import small_gpt, stir
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+CASES = [(1, 16), (111, 40), (1000, 64), (257, 128), (200, 256)]
+
+
+def leaves(queries, keys, dim, dtype, heads=4, key_heads=2, batch=2):
+    q = torch.randn(batch, heads, queries, dim, device="cuda")
+    k, v = torch.randn(2, batch, key_heads, keys, dim, device="cuda")
+    c = (torch.randn(batch, heads, keys, device="cuda").relu() * 0.5).double().cumsum(-1)
+    g = torch.rand(batch, heads, queries, device="cuda")
+    return [t.clone().requires_grad_() for t in (q.to(dtype), k.to(dtype), v.to(dtype), c, g)]
+
+
+def run(tensors, kernel, backend, **options):
+    out = attention(*tensors[:3], PotentialBias(tensors[3], tensors[4], kernel), backend=backend, **options)
+    noise = torch.randn(out.shape, generator=torch.Generator().manual_seed(7)).to(out.device, out.dtype)
+    return [out, *torch.autograd.grad((out * noise).sum(), tensors)]
+
+
+def naive(tensors, kernel, causal):
+    """Every product and the weights rounded to the low precision, the bias in fp32."""
+    q = tensors[0]
+    k, v = (t.repeat_interleave(2, 1) for t in tensors[1:3])
+    index = torch.arange(q.shape[2], device=q.device)
+    scores = (q @ k.mT) * q.shape[-1] ** -0.5
+    scores = scores + PotentialBias(tensors[3], tensors[4], kernel).rows(index, index).float()
+    if causal:
+        scores = scores.masked_fill(index[:, None] < index, -torch.inf)
+    out = scores.softmax(-1).to(q.dtype) @ v
+    noise = torch.randn(out.shape, generator=torch.Generator().manual_seed(7)).to(out.device, out.dtype)
+    return [out, *torch.autograd.grad((out * noise).sum(), tensors)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kernel", [None, "log"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("length", "dim"), CASES)
+def test_errors_are_those_of_the_precision(length, dim, causal, kernel, dtype):
+    """error(kernel) ≤ 2 × (gradients 3 ×) that of the same arithmetic in plain PyTorch, both against fp64."""
+    tensors = leaves(length, length, dim, dtype)
+    got = run(tensors, kernel, "triton", causal=causal)
+    exact = run([t.detach().double().requires_grad_() for t in tensors], kernel, "reference", causal=causal)
+    plain = naive(tensors, kernel, causal)
+    slack = 1e-5 if dtype == torch.float32 else 1e-3
+    for n, (a, b, c) in enumerate(zip(got, exact, plain)):
+        allowed = (2 if n == 0 else 3) * (c.double() - b).abs().max() + slack * (1 + b.abs().max())
+        assert torch.isfinite(a).all()
+        assert (a.double() - b).abs().max() <= allowed, n
+
+
+def test_bit_identical_from_run_to_run():
+    tensors = leaves(1000, 1000, 64, torch.bfloat16)
+    for a, b in zip(run(tensors, None, "triton"), run(tensors, None, "triton")):
+        assert torch.equal(a, b)
+
+
+def test_rows_of_a_text_of_131072_tokens():
+    """Exact rows in fp64 for a few queries far into the text."""
+    length = 131072
+    q, k, v = torch.randn(3, 1, 2, length, 64, device="cuda", dtype=torch.bfloat16)
+    c = (torch.rand(1, 2, length, device="cuda") * 0.3).double().cumsum(-1)
+    g = torch.rand(1, 2, length, device="cuda") * 0.01
+    out = attention(q, k, v, PotentialBias(c, g), backend="triton")
+    for at in (0, 70_001, length - 1):
+        scores = q[:, :, at : at + 1].double() @ k[:, :, : at + 1].double().mT / 8
+        scores = scores - g[:, :, at, None, None].double() * (c[:, :, at, None] - c[:, :, : at + 1])[:, :, None]
+        exact = scores.softmax(-1) @ v[:, :, : at + 1].double()
+        assert (out[:, :, at : at + 1].double() - exact).abs().max() < 2e-2 * max(1, float(exact.abs().max()))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_pruning_keeps_its_promise(causal):
+    length = 4096
+    q, k, v = torch.randn(3, 1, 2, length, 64, device="cuda", dtype=torch.bfloat16) * 0.5
+    bias = PotentialBias(
+        (torch.rand(1, 2, length, device="cuda") * 0.3).double().cumsum(-1),
+        torch.rand(1, 2, length, device="cuda") + 0.2,
+    )
+    call = make_call(q, k, v, bias, Layout(length, length, 0, q.device, causal=causal), prune=1e-4)
+    *_, lo, hi = fused._fused(call)
+    assert fused.kept_share(call).max() < 0.9
+    j = torch.arange(length, device="cuda")
+    for block in range(0, length // 128, 7):
+        exact = weights(call, range(block * 128, block * 128 + 128))
+        dropped = (j < lo[:, :, block, None]) | (j >= hi[:, :, block, None])
+        assert (exact * dropped[:, :, None]).sum(-1).max() < 1e-4
+
+
+@pytest.mark.parametrize("encoding", ["cable", "k-cable", "alibi", "fox"])
+def test_models_train_in_bf16_compiled_and_checkpointed(encoding):
+    """Autocast, torch.compile of the whole model without a graph break, gradient checkpointing: the same loss."""
+    torch.manual_seed(0)
+    model = stir(CableGPTForCausalLM(small_gpt(encoding, hidden_size=64, attention_backend="triton"))).cuda()
+    text = torch.randint(0, 97, (2, 200), device="cuda")
+    torch.compiler.reset()
+    results = {}
+    for how in ("eager", "compiled", "checkpointed"):
+        if how == "checkpointed":
+            model.gradient_checkpointing_enable()
+        call = torch.compile(model, fullgraph=True) if how == "compiled" else model
+        model.zero_grad()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = call(text, labels=text, use_cache=False).loss
+        loss.backward()
+        results[how] = (loss.item(), [p.grad.float() for p in model.parameters()])
+    for how in ("compiled", "checkpointed"):
+        assert abs(results[how][0] - results["eager"][0]) < 2e-2
+        for a, b in zip(results[how][1], results["eager"][1]):
+            assert (a - b).norm() <= 0.1 * b.norm() + 1e-4
+
+
+def test_training_follows_the_reference():
+    losses = {}
+    for backend in ("reference", "triton"):
+        torch.manual_seed(1)
+        model = CableGPTForCausalLM(small_gpt(hidden_size=64, attention_backend=backend)).cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        text = torch.randint(0, 97, (4, 128), generator=torch.Generator().manual_seed(2)).cuda()
+        losses[backend] = []
+        for _ in range(60):
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = model(text, labels=text, use_cache=False).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses[backend].append(loss.item())
+    assert losses["triton"][-1] < 0.5 * losses["triton"][0]
+    assert max(abs(a - b) for a, b in zip(losses["triton"], losses["reference"])) < 0.1
