@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from cable_attn import ENCODINGS
+from cable_attn.bench import records
 from cable_attn.encodings.base import option_names
 from cable_attn.report import perplexity_markdown
 
@@ -44,3 +45,13 @@ def test_readme_snippets_run():
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     with torch.device("meta"):
         exec(blocks[1], {})
+
+
+def test_the_kernel_page_shows_the_stored_measurements():
+    page, results = (ROOT / "docs/kernels.md").read_text(), ROOT / "benchmarks/results"
+    for name, table in (
+        ("attention", records.attention_markdown),
+        ("pruning", records.pruning_markdown),
+        ("tuning", records.tuning_markdown),
+    ):
+        assert table(records.read(results / f"{name}.jsonl")) in page, name

@@ -92,13 +92,11 @@ def _check_prune(call: Call) -> None:
     if not 0 < call.prune < 1:  # type: ignore[operator]
         raise CableError(f"prune must lie between 0 and 1 (the weight that a row may lose), got {call.prune}.")
     if not isinstance(call.bias, PotentialBias):
-        raise CableError(
-            "prune needs a potential bias: only a bias that falls with distance bounds what lies far away."
-        )
+        raise CableError("prune needs a potential bias: only one that falls with distance bounds what lies far away.")
     if call.bias.kernel is not None:
         raise CableError(
-            f"prune does not work with the kernel {call.bias.kernel!r} (K-CABLE): it falls too slowly for any key to be "
-            "provably negligible. Leave prune out, or use cable."
+            f"prune does not work with the kernel {call.bias.kernel!r} (K-CABLE): it falls too slowly for any key "
+            "to be provably negligible. Leave prune out, or use cable."
         )
 
 

@@ -109,7 +109,7 @@ def _fused(call: Call) -> tuple[Tensor, ...]:
         document_ids = document_ids.to(torch.int32).contiguous()
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (call.q, call.k, call.v))
     numbers = (call.scale, layout.causal, layout.query_start, layout.window or 0, kernel, call.prune or 0.0)
-    # The operator is what torch.compile sees; in eager mode its dispatch would cost more than the kernels of a short text.
+    # The operator is what torch.compile sees; in eager mode its dispatch would cost more than a short text's kernels.
     serve = torch.ops.cable_attn.fused if torch.compiler.is_compiling() else _Fused.apply
     return serve(q, k, v, c, g, key_mask, document_ids, *numbers)
 
@@ -247,7 +247,7 @@ def _backward(
     from cable_attn.attention import kernels
 
     do = do if do.stride(-1) == 1 else do.contiguous()
-    batch, heads, queries, dim = q.shape
+    batch, heads, queries, _ = q.shape
     problem = _Problem(q, k, off, base, g, key_mask, document_ids, scale, causal, start, window, kernel, prune)
     dq, dk, dv, dc, dg = _empty_gradients(q, k, g, need_bias)
     delta, shift, row_c = torch.empty_like(lse), lse, lse

@@ -54,7 +54,7 @@ def live_keys(problem: _Problem, document_ids: Tensor | None, epsilon: float) ->
     flags = {key: value for key, value in problem.flags.items() if key not in ("KERNEL", "BOUNDED", "POTENTIAL")}
     _bounds[(rows, problem.batch * problem.heads)](
         q, k, *problem.bias, mean, before, after, lo, hi, *problem.masks, first, end,
-        *q.stride()[:3], *k.stride()[:3], *problem.sizes, blocks,
+        *q.stride()[:3], *k.stride()[:3], *problem.sizes, blocks, blocks.bit_length() + 1,
         problem.scale * float(LOG2E.value), epsilon if causal else epsilon / 2,
         BM=BOUND_ROWS, BN=KEY_BLOCK, NEAR_KEYS=NEAR, SLACK_FACTOR=SLACK, num_warps=8, num_stages=1, **flags,
     )  # fmt: skip
@@ -90,7 +90,7 @@ def _radii(K, MEAN, R, skb, skh, skt, key_heads, Tk, blocks, D: tl.constexpr, BD
 
 
 @triton.jit
-def _bounds(Q, K, OFF, BASE, G, MEAN, BEFORE, AFTER, LO, HI, KMASK, DOCS, FIRST, END, sqb, sqh, sqt, skb, skh, skt, H, GROUP, Tq, Tk, start, window, blocks, scale2, epsilon, D: tl.constexpr,
+def _bounds(Q, K, OFF, BASE, G, MEAN, BEFORE, AFTER, LO, HI, KMASK, DOCS, FIRST, END, sqb, sqh, sqt, skb, skh, skt, H, GROUP, Tq, Tk, start, window, blocks, halvings, scale2, epsilon, D: tl.constexpr,
             BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, NEAR_KEYS: tl.constexpr, SLACK_FACTOR: tl.constexpr,
             CAUSAL: tl.constexpr, GAIN: tl.constexpr, WINDOW: tl.constexpr, PADDED: tl.constexpr, PACKED: tl.constexpr,
             PRECISION: tl.constexpr):  # fmt: skip
@@ -154,7 +154,7 @@ def _bounds(Q, K, OFF, BASE, G, MEAN, BEFORE, AFTER, LO, HI, KMASK, DOCS, FIRST,
 
     # Left: the largest number of key blocks before the rows that may go.
     none, all_ = 0, first // BN
-    for _ in range(24):
+    for _ in range(halvings):
         n = (none + all_ + 1) // 2
         last = tl.maximum(n * BN - 1, 0)
         c_last = (_potential(OFF, BASE, last, True, PACKED) - base).to(tl.float32)
@@ -174,7 +174,7 @@ def _bounds(Q, K, OFF, BASE, G, MEAN, BEFORE, AFTER, LO, HI, KMASK, DOCS, FIRST,
         tl.store(HI + where, Tk)
     else:
         low, high = tl.minimum((first + BM + BN - 1) // BN, blocks), blocks
-        for _ in range(24):
+        for _ in range(halvings):
             n = (low + high) // 2
             next_ = tl.minimum(n * BN, Tk - 1)
             c_next = (_potential(OFF, BASE, next_, True, PACKED) - base).to(tl.float32)

@@ -40,6 +40,61 @@ def _commit() -> str | None:
         return None
 
 
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def attention_markdown(rows: list[dict[str, Any]]) -> str:
+    """Milliseconds forward / forward+backward for each shape, and the ratio of CABLE to each peer."""
+    names = list(dict.fromkeys(row["peer"] for row in rows))
+    lines = ["| B,H,T,D | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    shapes = list(dict.fromkeys(tuple(row["shape"].values()) for row in rows))
+    for shape in shapes:
+        found = {row["peer"]: row for row in rows if tuple(row["shape"].values()) == shape and "error" not in row}
+        cells = []
+        for name in names:
+            row = found.get(name)
+            if row is None:
+                cells.append("–")
+                continue
+            cell = f"{row['forward_ms']:.2f} / {row['both_ms']:.2f}"
+            if name != "cable" and "cable" in found:
+                ours = found["cable"]
+                ratio = (ours["forward_ms"] / row["forward_ms"], ours["both_ms"] / row["both_ms"])
+                cell += f" ({ratio[0]:.2f} / {ratio[1]:.2f})"
+            cells.append(cell)
+        lines.append(f"| {','.join(map(str, shape))} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def pruning_markdown(rows: list[dict[str, Any]]) -> str:
+    """All layers of a model together, by length."""
+    lines = ["| tokens | blocks kept | cuDNN, no bias | fused | fused and pruned | cuDNN / pruned |", "|---" * 6 + "|"]
+    for tokens in sorted({row["tokens"] for row in rows}):
+        layers = [row for row in rows if row["tokens"] == tokens]
+        kept = sum(row["kept"] for row in layers) / len(layers)
+        cudnn, whole, pruned = (sum(row[key] for row in layers) for key in ("cudnn_ms", "whole_ms", "pruned_ms"))
+        times = " | ".join(f"{value:.2f} ms" for value in (cudnn, whole, pruned))
+        lines.append(f"| {tokens} | {kept:.0%} | {times} | {cudnn / pruned:.2f} |")
+    return "\n".join(lines)
+
+
+def tuning_markdown(rows: list[dict[str, Any]]) -> str:
+    """The best tile of each kernel, by what was tried."""
+    columns = list(dict.fromkeys((tuple(row["shape"].values()), row["kernel"]) for row in rows))
+    variants = list(dict.fromkeys(row["variant"] for row in rows))
+    lines = ["| B,H,T,D | kernel | " + " | ".join(variants) + " |", "|---" * (len(variants) + 2) + "|"]
+    for shape, kernel in columns:
+        cells = []
+        for variant in variants:
+            same = [
+                r for r in rows if (tuple(r["shape"].values()), r["kernel"], r["variant"]) == (shape, kernel, variant)
+            ]
+            cells.append(f"{same[0]['ms']:.3f} ({'×'.join(map(str, same[0]['tile'][:2]))})" if same else "–")
+        lines.append(f"| {','.join(map(str, shape))} | {kernel} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def append(path: Path, rows: list[dict[str, Any]]) -> None:
     """Add rows to a results file; what is there stays."""
     path.parent.mkdir(parents=True, exist_ok=True)
