@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# One thread a test: tiny models are far slower with two threads on a busy machine. Nothing may be downloaded.
-TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+# One thread a test: tiny models are far slower with two threads on a busy machine. Nothing may be downloaded, and no
+# graph that an earlier version compiled may be used.
+TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false TORCHINDUCTOR_FORCE_DISABLE_CACHES=1
 
 .PHONY: help setup demo test check fix clean
 

@@ -105,6 +105,16 @@ def widest(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+@torch.library.custom_op("cable_attn::running_sum", mutates_args=())
+def _running_sum(steps: Tensor) -> Tensor:
+    """An operator that torch.compile leaves alone: some versions of inductor break on a cumsum under autocast."""
+    return steps.contiguous().cumsum(-1)
+
+
+_running_sum.register_fake(lambda steps: steps.new_empty(steps.shape))
+_running_sum.register_autograd(lambda ctx, grad: _running_sum(grad.flip(-1)).flip(-1))
+
+
 def prefix_sum(steps: Tensor, *, starts: Tensor | None = None, initial: Tensor | None = None) -> Tensor:
     """The running sum over the last dimension, accumulated and returned in float64.
 
@@ -116,7 +126,7 @@ def prefix_sum(steps: Tensor, *, starts: Tensor | None = None, initial: Tensor |
     """
     wide = widest(steps.device)
     steps = steps.to(wide)
-    total = steps.cumsum(-1)
+    total = _running_sum(steps) if torch.compiler.is_compiling() else steps.cumsum(-1)
     if initial is not None:
         total = total + initial.to(wide).unsqueeze(-1)
     if starts is None:
