@@ -62,7 +62,7 @@ INTERPRETED = Tiles(Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1, F
 """Small and uneven, so that the interpreter walks every path of the kernels on short texts."""
 
 OVERRIDES: dict[tuple[int, torch.dtype], Tiles] = {}
-"""Tiles by (padded head dimension, dtype) that win over the tables: what ``cable bench attention --tune`` found."""
+"""Tiles by (padded head dimension, dtype) that win over the tables, for whoever tunes on another GPU."""
 
 
 def generation(capability: tuple[int, int]) -> str:
