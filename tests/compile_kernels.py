@@ -29,7 +29,7 @@ VARIANTS = {
 
 
 def pointer(name: str, data: str, packed: bool) -> str:
-    if name in ("Q", "K", "V", "O", "DO", "DK", "DV", "DQ"):
+    if name in ("Q", "K", "V", "O", "DO", "DK", "DV", "DQ", "COLS", "ROWS"):
         return f"*{data}"
     if name == "OFF":
         return "*fp64" if packed else "*fp32"
@@ -79,13 +79,15 @@ def jobs(generation: int) -> list[tuple]:
     todo = []
     for name, dim, data, tiles in wanted:
         flags = {**CABLE, **PLAIN, **VARIANTS[name], "D": dim, "BD": dim}
-        flags |= {"NEED_C": flags["POTENTIAL"], "PRECISION": "ieee" if data == "fp32" else "tf32"}
+        columns = flags["POTENTIAL"] and not flags["PACKED"] and data == "bf16" and hopper
+        fold = columns and flags["CAUSAL"] and not flags["KERNEL"]
+        flags |= {"NEED_C": flags["POTENTIAL"], "SUMS": columns, "FOLD": fold, "GROUP": 1, "PRECISION": "ieee" if data == "fp32" else "tf32"}
         for kernel, tile in zip((kernels.forward, kernels.backward_keys, kernels.backward_queries), tiles):
             shape = {"BM": tile.queries, "BN": tile.keys, "LATE": tile.late}
             todo.append((kernel, tile, {**flags, **shape}, data, generation))
     flags = {**CABLE, **PLAIN, "D": 64, "BD": 64, "PRECISION": "tf32", "BM": 128, "BN": 64}
-    flags |= {"NEAR_KEYS": 128, "SLACK_FACTOR": 1.001, "BLOCK": 128}
-    small = (kernels.split_potential, kernels.row_dots, pruning._radii, pruning._bounds) if hopper else ()
+    flags |= {"SUMS": True, "NEAR_KEYS": 128, "WIDTH": 32, "SLACK_FACTOR": 1.001, "BLOCK": 128}
+    small = (kernels.split_potential, kernels.potential_columns, kernels.row_dots, pruning._radii, pruning._bounds) if hopper else ()
     return todo + [(kernel, Tile(128, 64, 8, 1), flags, "bf16", generation) for kernel in small]
 
 

@@ -208,6 +208,41 @@ def bench_attention(
     console.print(f"Rows added to {results}", markup=False, highlight=False)
 
 
+@bench_app.command(name="pruning")
+def bench_pruning(
+    checkpoint: Annotated[Path, typer.Argument(help="A trained model's folder (cable, cable-nw, fox or alibi).")],
+    text: Annotated[Path, typer.Argument(help="A text for its tokenizer, or a .npy file of token ids.")],
+    lengths: Annotated[str, typer.Option(help="Tokens, with commas between.")] = "16384,65536",
+    epsilon: Annotated[float, typer.Option(help="The weight that a row may lose.")] = 1e-4,
+    results: Annotated[Path, typer.Option(help="JSONL file to which the rows are added.")] = Path(
+        "benchmarks/results/pruning.jsonl"
+    ),
+) -> None:
+    """What prune=ε saves, layer by layer, on a trained model's own queries, keys and biases, beside cuDNN without a bias.
+
+    Needs a GPU. The time of the bounds counts.
+    """
+    import numpy as np
+
+    from cable_attn.bench import pruning as bench
+    from cable_attn.bench.records import append, environment, pruning_markdown
+    from cable_attn.data import encode, read_texts
+    from cable_attn.models.loading import load_causal_lm, load_model
+
+    if text.suffix == ".npy":
+        model, tokens = load_model(checkpoint), np.load(text, allow_pickle=False)
+    else:
+        model, tokenizer = load_causal_lm(checkpoint)
+        tokens = encode(read_texts(text), tokenizer)
+    around = environment()
+    rows = []
+    for row in bench.run(model, tokens, _numbers(lengths), epsilon, console.print):
+        rows.append({**row, **around})
+        append(results, rows[-1:])
+    console.print(pruning_markdown(rows), highlight=False, soft_wrap=True)
+    console.print(f"Rows added to {results}", markup=False, highlight=False)
+
+
 def _shapes(text: str) -> tuple[Any, ...]:
     from cable_attn.bench.attention import Shape
 

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from cable_attn.attention.call import Call
-from cable_attn.attention.tiles import INTERPRETED, Tile, Tiles, tiles_for
+from cable_attn.attention.tiles import INTERPRETED, USES_COLUMNS, Tile, Tiles, generation, tiles_for
 from cable_attn.bias import PotentialBias
 
 NAME = "triton"
 KERNELS = {None: 0, "log": 1}
 LARGEST_HEAD = 256
 LOG2E = math.log2(math.e)
+COLUMNS = 16
 BOUND_ROWS = 128
 """How many rows share a pair of pruning bounds, and how many keys a base of the potential: a multiple of every tile."""
 
@@ -139,7 +140,7 @@ class _Problem:
         padded_dim = max(16, 1 << (dim - 1).bit_length())
         self.tiles: Tiles = INTERPRETED
         if not interpreting():
-            self.tiles = tiles_for(padded_dim, q.dtype, _capability(q.device), self.keys, plain=kernel == 0)
+            self.tiles = tiles_for(padded_dim, q.dtype, _capability(q.device), kernel)
         # A pointer that is never read stands in for what is absent.
         self.bias = (off, base, q if g is None else g)
         self.masks = (q if key_mask is None else key_mask, q if document_ids is None else document_ids)
@@ -156,6 +157,13 @@ class _Problem:
             "BOUNDED": prune > 0,
             "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
         }
+
+    def backward_flags(self, need_bias: bool) -> dict[str, Any]:
+        """SUMS: the tensor cores sum the gradients of the bias; FOLD: they add the bias too (see kernels.py)."""
+        potential, packed = self.flags["POTENTIAL"], self.flags["PACKED"]
+        sums = potential and not packed and _uses_columns(self.q)
+        fold = sums and self.flags["CAUSAL"] and self.flags["KERNEL"] == 0
+        return {"NEED_C": need_bias, "SUMS": sums, "FOLD": fold}
 
     def options(self, tile: Tile) -> dict[str, Any]:
         return {
@@ -250,29 +258,42 @@ def _backward(
     batch, heads, queries, _ = q.shape
     problem = _Problem(q, k, off, base, g, key_mask, document_ids, scale, causal, start, window, kernel, prune)
     dq, dk, dv, dc, dg = _empty_gradients(q, k, g, need_bias)
-    delta, shift, row_c = torch.empty_like(lse), lse, lse
+    delta, shift, own = torch.empty_like(lse), lse, lse
     if problem.flags["POTENTIAL"]:
-        row_c = torch.empty_like(lse)
+        own = torch.empty_like(lse)
         shift = torch.empty_like(lse) if causal and kernel == 0 else lse
-    tensors = (q, k, v, *problem.bias, do, shift, delta, row_c)
+    flags = problem.backward_flags(need_bias)
+    columns, rows = (
+        q.new_empty(batch, heads, length, COLUMNS) if flags["SUMS"] else _none(q) for length in (problem.keys, queries)
+    )
+    tensors = (q, k, v, *problem.bias, columns, do, shift, delta, own, rows)
     numbers = (
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *problem.sizes, scale, scale * LOG2E,
     )  # fmt: skip
     with _on(q.device):
         kernels.row_dots[(_blocks(queries, 64), batch * heads)](
-            out, do, lse, *problem.bias, delta, shift, row_c, *out.stride()[:3], *do.stride()[:3],
-            heads, queries, problem.keys, start, BM=64, num_warps=4,
+            out, do, lse, *problem.bias, delta, shift, own, rows, *out.stride()[:3], *do.stride()[:3],
+            heads, queries, problem.keys, start, scale, BM=64, num_warps=4, SUMS=flags["SUMS"],
             **problem.some("D", "BD", "CAUSAL", "POTENTIAL", "GAIN", "KERNEL", "PACKED"),
         )  # fmt: skip
+        if flags["SUMS"]:
+            kernels.potential_columns[(_blocks(off.numel(), 256),)](off, columns, off.numel(), BLOCK=256)
         tile = problem.tiles.keys
         kernels.backward_keys[(_blocks(problem.keys, tile.keys), batch * k.shape[1])](
-            *tensors, dk, dv, dc, *problem.masks, lo, hi, *numbers, NEED_C=need_bias, **problem.options(tile)
+            *tensors, dk, dv, dc, *problem.masks, lo, hi, *numbers, **flags, **problem.options(tile)
         )
         tile = problem.tiles.queries
         kernels.backward_queries[(_blocks(queries, tile.queries), batch * heads)](
-            *tensors, dq, dg, dc, *problem.masks, lo, hi, *numbers, NEED_C=need_bias, **problem.options(tile)
+            *tensors, dq, dg, dc, *problem.masks, lo, hi, *numbers, **flags, **problem.options(tile)
         )
     return dq, dk, dv, dc, dg
+
+
+def _uses_columns(q: Tensor) -> bool:
+    """bfloat16 has the range for it; the interpreter, which cannot multiply bfloat16, shows with float16 that it is right."""
+    if q.device.type == "cuda":
+        return q.dtype == torch.bfloat16 and generation(_capability(q.device)) in USES_COLUMNS
+    return q.dtype == torch.float16
 
 
 def _empty_gradients(

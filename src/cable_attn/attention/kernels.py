@@ -9,10 +9,17 @@ subtracts the potential at its own rows from ``BASE`` in fp64, one number for a 
 to fp32 rounding of the distance at any length. In packs, where the potential restarts, ``OFF`` is the fp64 potential itself
 (EXACT).
 
-Causal with κ = identity is the fast form (FAST): ``−g_i c_i`` is constant along a row, so only ``g_i c_j`` is added.
+Causal with κ = identity: ``−g_i c_i`` is constant along a row, so only ``g_i c_j`` is added.
+
+Backward, the tensor cores do much of the bias's work. Numbers of a row are cut into three pieces of the low precision, 24
+bits together, and kept as COLUMNS columns: (g1 g2 g1 g3 g2 g1) for a query, (c1 c1 c2 c1 c2 c3 1) for a key. With SUMS a
+product with these columns gives the gradients of c and g, and takes δ off; with FOLD (causal, κ = identity) another one
+adds the bias to the scores.
 """
 
 from __future__ import annotations
+
+import os
 
 import triton
 import triton.language as tl
@@ -21,6 +28,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 NO_KERNEL = tl.constexpr(0)
 LOG_KERNEL = tl.constexpr(1)
 SPLIT = tl.constexpr(128)
+COLUMNS = tl.constexpr(16)
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 
 
 @triton.jit
@@ -34,6 +43,53 @@ def split_potential(C, OFF, BASE, scb, sch, sct, H, Tk, BLOCK: tl.constexpr):
     c = tl.load(C + j * sct, mask=j < Tk, other=0.0).to(tl.float64)
     tl.store(OFF + bh.to(tl.int64) * Tk + j, (c - base).to(tl.float32), mask=j < Tk)
     tl.store(BASE + bh * tl.num_programs(0) + n, base)
+
+
+@triton.jit
+def potential_columns(OFF, COLS, count, BLOCK: tl.constexpr):
+    """The columns of all keys."""
+    j = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    off = tl.load(OFF + j, mask=j < count, other=0.0)
+    place = j[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    tl.store(COLS + place, _potential_columns(off, COLS.dtype.element_ty), mask=j[:, None] < count)
+
+
+@triton.jit
+def _pieces(x, TYPE: tl.constexpr):
+    """x as the sum of three numbers of a lower precision."""
+    first = x.to(TYPE)
+    rest = x - first.to(tl.float32)
+    second = rest.to(TYPE)
+    return first, second, (rest - second.to(tl.float32)).to(TYPE)
+
+
+@triton.jit
+def _potential_columns(c, TYPE: tl.constexpr):
+    """(c1 c1 c2 c1 c2 c3 1 0 …): the keys' side of the product, and a one for sums over keys."""
+    first, second, third = _pieces(c, TYPE)
+    column = tl.arange(0, COLUMNS)[None, :]
+    low = tl.where(column == 5, third[:, None], tl.where(column == 6, 1.0, 0.0).to(TYPE))
+    low = tl.where((column == 2) | (column == 4), second[:, None], low)
+    return tl.where((column == 0) | (column == 1) | (column == 3), first[:, None], low)
+
+
+@triton.jit
+def _gain_columns(g, TYPE: tl.constexpr):
+    """(g1 g2 g1 g3 g2 g1 0 …): the queries' side."""
+    first, second, third = _pieces(g, TYPE)
+    column = tl.arange(0, COLUMNS)[None, :]
+    low = tl.where(column == 3, third[:, None], tl.zeros([1, COLUMNS], TYPE))
+    low = tl.where((column == 1) | (column == 4), second[:, None], low)
+    return tl.where((column == 0) | (column == 2) | (column == 5), first[:, None], low)
+
+
+@triton.jit
+def _delta_columns(delta, TYPE: tl.constexpr):
+    """(0 … −δ1 −δ2 −δ3 …) in columns 8 to 10 of the queries' side."""
+    first, second, third = _pieces(-delta, TYPE)
+    column = tl.arange(0, COLUMNS)[None, :]
+    low = tl.where(column == 10, third[:, None], tl.zeros([1, COLUMNS], TYPE))
+    return tl.where(column == 8, first[:, None], tl.where(column == 9, second[:, None], low))
 
 
 @triton.jit
@@ -87,12 +143,24 @@ def _visible(at, j, KMASK, DOCS, Tk, window, CAUSAL: tl.constexpr, WINDOW: tl.co
 
 
 @triton.jit
-def _distance(ci, cj, at, j, CAUSAL: tl.constexpr):
-    """|c_i − c_j|, its sign decided by the order of the tokens."""
-    d = ci - cj
+def _signed(x, at, j, CAUSAL: tl.constexpr):
+    """x where the key comes first, −x where it follows: c_i − c_j made a distance."""
     if not CAUSAL:
-        d = tl.where(at >= j, d, -d)
-    return d
+        x = tl.where(at >= j, x, -x)
+    return x
+
+
+@triton.jit
+def _kernel_weight(b, PRECISION: tl.constexpr):
+    """1/(1+b²), what K-CABLE's logarithm is in the softmax."""
+    y = 1.0 + b * b
+    if PRECISION == "ieee" or INTERPRETED:
+        inverse = 1.0 / y
+    else:  # one instruction, right to a bit or two; a division takes five
+        inverse = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [y], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return inverse
 
 
 @triton.jit
@@ -117,7 +185,7 @@ def _forward_step(acc, m, norm, q, g, ci, base, K, V, OFF, BASE, KMASK, DOCS, n,
         if CAUSAL and KERNEL == NO_KERNEL:
             x += g[:, None] * cj[None, :]
         elif KERNEL == NO_KERNEL:
-            x -= g[:, None] * _distance(ci[:, None], cj[None, :], at[:, None], j[None, :], CAUSAL)
+            x += _signed(g[:, None] * cj[None, :] - (g * ci)[:, None], at[:, None], j[None, :], CAUSAL)
     if MASKED:
         seen = _visible(at[:, None], j[None, :], KMASK, DOCS, Tk, window, CAUSAL, WINDOW, PADDED, PACKED)
         x = tl.where(seen, x, float("-inf"))
@@ -133,9 +201,7 @@ def _forward_step(acc, m, norm, q, g, ci, base, K, V, OFF, BASE, KMASK, DOCS, n,
         p = tl.exp2(x - top[:, None])
         a = tl.exp2(m - top)
     if POTENTIAL and KERNEL == LOG_KERNEL:
-        b = g[:, None] * _distance(ci[:, None], cj[None, :], at[:, None], j[None, :], CAUSAL)
-        root = tl.rsqrt(1.0 + b * b)  # one fast instruction; a division takes five
-        p = p * (root * root)
+        p = p * _kernel_weight(g[:, None] * cj[None, :] - (g * ci)[:, None], PRECISION)
     norm = norm * a + tl.sum(p, 1)
     acc = acc * a[:, None]
     if MASKED or BD != D:
@@ -144,6 +210,17 @@ def _forward_step(acc, m, norm, q, g, ci, base, K, V, OFF, BASE, KMASK, DOCS, n,
         v = tl.load(vp)
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
     return acc, mn, norm
+
+
+@triton.jit
+def _load_columns(COLS, n, on, Tk, MASKED: tl.constexpr):
+    """The columns of the keys n + on, [COLUMNS, keys]."""
+    place = COLS + n * tl.full([], COLUMNS, tl.int64) + on[None, :] * COLUMNS + tl.arange(0, COLUMNS)[:, None]
+    if MASKED:
+        columns = tl.load(place, mask=n + on[None, :] < Tk, other=0.0)
+    else:
+        columns = tl.load(place)
+    return columns
 
 
 @triton.jit
@@ -250,13 +327,13 @@ def _key_range(LO, HI, bh, row, first, Tq, Tk, window, BM: tl.constexpr, BN: tl.
 
 
 @triton.jit
-def row_dots(O, DO, LSE, OFF, BASE, G, DELTA, SHIFT, ROWC, sob, soh, sot, sdob, sdoh, sdot, H, Tq, Tk, start,
+def row_dots(O, DO, LSE, OFF, BASE, G, DELTA, SHIFT, OWN, ROWS, sob, soh, sot, sdob, sdoh, sdot, H, Tq, Tk, start, scale,
              D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, CAUSAL: tl.constexpr, POTENTIAL: tl.constexpr,
-             GAIN: tl.constexpr, KERNEL: tl.constexpr, PACKED: tl.constexpr):  # fmt: skip
+             GAIN: tl.constexpr, KERNEL: tl.constexpr, PACKED: tl.constexpr, SUMS: tl.constexpr):  # fmt: skip
     """What a whole row shares in the backward pass.
 
-    DELTA: o_i · do_i. ROWC: c_i from the base of its rows. SHIFT: what is taken off the logits,
-    in the fast form with the row's own part of the bias.
+    DELTA: o_i · do_i. OWN: g_i c_i from the base of its rows. SHIFT: what is taken off the logits,
+    in the causal form with the row's own part of the bias. ROWS: with SUMS, the columns of g and −δ.
     """
     bh = tl.program_id(1)
     b = (bh // H).to(tl.int64)
@@ -268,27 +345,33 @@ def row_dots(O, DO, LSE, OFF, BASE, G, DELTA, SHIFT, ROWC, sob, soh, sot, sdob, 
     o = tl.load(O + b * sob + h * soh + i64[:, None] * sot + od[None, :], mask=mask, other=0.0).to(tl.float32)
     do = tl.load(DO + b * sdob + h * sdoh + i64[:, None] * sdot + od[None, :], mask=mask, other=0.0).to(tl.float32)
     line = bh.to(tl.int64) * Tq + i
-    tl.store(DELTA + line, tl.sum(o * do, 1), mask=i < Tq)
+    delta = tl.sum(o * do, 1)
+    tl.store(DELTA + line, delta, mask=i < Tq)
     if POTENTIAL:
         OFF += bh.to(tl.int64) * Tk
         BASE += bh * tl.cdiv(Tk, SPLIT)
         base = _row_base(OFF, BASE, tl.program_id(0) * BM, start, PACKED)
         ci = (_potential(OFF, BASE, i + start, i < Tq, PACKED) - base).to(tl.float32)
-        tl.store(ROWC + line, ci, mask=i < Tq)
+        g = tl.full([BM], 1.0, tl.float32)
+        if GAIN:
+            g = tl.load(G + line, mask=i < Tq, other=0.0)
+        tl.store(OWN + line, g * ci, mask=i < Tq)
         if CAUSAL and KERNEL == NO_KERNEL:
-            g = tl.full([BM], 1.0, tl.float32)
-            if GAIN:
-                g = tl.load(G + line, mask=i < Tq, other=0.0)
             lse = tl.load(LSE + line, mask=i < Tq, other=0.0)
             tl.store(SHIFT + line, lse + g * LOG2E * ci, mask=i < Tq)
+        if SUMS:
+            TYPE: tl.constexpr = ROWS.dtype.element_ty
+            place = line[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+            both = _gain_columns(g / scale, TYPE) + _delta_columns(delta, TYPE)
+            tl.store(ROWS + place, both, mask=i[:, None] < Tq)
 
 
 @triton.jit
-def _keys_step(dk, dv, dc, k, v, off, key_base, j, Q, DO, OFF, BASE, G, SHIFT, DELTA, ROWC, KMASK, DOCS, m0, om, od, Tq,
+def _keys_step(dk, dv, dc, k, v, off, key_base, columns, ones, j, Q, DO, OFF, BASE, G, SHIFT, DELTA, OWN, ROWS, KMASK, DOCS, m0, om, od, Tq,
                Tk, start, window, sqt, sdot, scale2, D: tl.constexpr, BD: tl.constexpr, CAUSAL: tl.constexpr,
                POTENTIAL: tl.constexpr, GAIN: tl.constexpr, KERNEL: tl.constexpr, WINDOW: tl.constexpr,
                PADDED: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr, NEED_C: tl.constexpr,
-               LATE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+               FOLD: tl.constexpr, SUMS: tl.constexpr, LATE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """One block of queries against this program's keys; tiles are [keys, queries]."""
     i = m0 + om
     m64 = m0 * tl.full([], 1, tl.int64)
@@ -302,52 +385,69 @@ def _keys_step(dk, dv, dc, k, v, off, key_base, j, Q, DO, OFF, BASE, G, SHIFT, D
         do = tl.load(dop, mask=(i[:, None] < Tq) & (od[None, :] < D), other=0.0)
     if EVEN:
         shift = tl.load(SHIFT + i)
-        delta = tl.load(DELTA + i)
     else:
         shift = tl.load(SHIFT + i, mask=i < Tq, other=float("inf"))
-        delta = tl.load(DELTA + i, mask=i < Tq, other=0.0)
     at = i + start
-    x = tl.dot(k, qT, input_precision=PRECISION) * scale2
+    x = tl.dot(k, qT, input_precision=PRECISION)
     g = tl.full(i.shape, 1.0, tl.float32)
-    if POTENTIAL:
-        if GAIN:
-            if EVEN:
-                g = tl.load(G + i)
-            else:
-                g = tl.load(G + i, mask=i < Tq, other=0.0)
+    if POTENTIAL and GAIN:
+        if EVEN:
+            g = tl.load(G + i)
+        else:
+            g = tl.load(G + i, mask=i < Tq, other=0.0)
+    if SUMS:
+        rows = _load_columns(ROWS, m0, om, Tq, not EVEN)
+    if FOLD:
+        x = tl.dot(columns, rows, x, input_precision=PRECISION)
+        apart = (key_base - _row_base(OFF, BASE, m0, start, PACKED)).to(tl.float32) * LOG2E
+        x = x * scale2 + (g * apart - shift)[None, :]
+    elif POTENTIAL:
         base = _row_base(OFF, BASE, m0, start, PACKED)
         if PACKED:
             cj = (off - base).to(tl.float32)
         else:
             cj = off + (key_base - base).to(tl.float32)
         if CAUSAL and KERNEL == NO_KERNEL:
-            x += g[None, :] * (cj * LOG2E)[:, None] - shift[None, :]
+            x = x * scale2 + (g[None, :] * (cj * LOG2E)[:, None] - shift[None, :])
         else:
-            ci = tl.load(ROWC + i, mask=i < Tq, other=0.0)
-            bias = -g[None, :] * _distance(ci[None, :], cj[:, None], at[None, :], j[:, None], CAUSAL)
+            if EVEN:
+                own = tl.load(OWN + i)
+            else:
+                own = tl.load(OWN + i, mask=i < Tq, other=0.0)
+            bias = g[None, :] * cj[:, None] - own[None, :]
+            x = x * scale2 - shift[None, :]
             if KERNEL == NO_KERNEL:
-                x += bias * LOG2E
-            x -= shift[None, :]
+                x += _signed(bias, at[None, :], j[:, None], CAUSAL) * LOG2E
     else:
-        x -= shift[None, :]
+        x = x * scale2 - shift[None, :]
     p = tl.exp2(x)
     if POTENTIAL and KERNEL == LOG_KERNEL:
-        root = tl.rsqrt(1.0 + bias * bias)
-        inverse = root * root
+        inverse = _kernel_weight(bias, PRECISION)
         p = p * inverse
+        slope = bias * inverse
     if MASKED:
         seen = _visible(at[None, :], j[:, None], KMASK, DOCS, Tk, window, CAUSAL, WINDOW, PADDED, PACKED)
         p = tl.where(seen, p, 0.0)
     dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
     dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-    ds = p * (dp - delta[None, :])
+    if SUMS:
+        dp = tl.dot(ones, rows, dp, input_precision=PRECISION)
+    else:
+        if EVEN:
+            delta = tl.load(DELTA + i)
+        else:
+            delta = tl.load(DELTA + i, mask=i < Tq, other=0.0)
+        dp -= delta[None, :]
+    ds = p * dp
     if NEED_C:
         w = ds
         if KERNEL == LOG_KERNEL:
-            w = w * (bias * inverse)
-        if not CAUSAL:
-            w = tl.where(at[None, :] >= j[:, None], w, -w)
-        if LATE:
+            w = w * slope
+        else:
+            w = _signed(w, at[None, :], j[:, None], CAUSAL)
+        if SUMS:
+            dc = tl.dot(w.to(qT.dtype), tl.trans(rows), dc, input_precision=PRECISION)
+        elif LATE:
             dc += w * g[None, :]
         else:
             dc += tl.sum(w * g[None, :], 1)
@@ -356,12 +456,12 @@ def _keys_step(dk, dv, dc, k, v, off, key_base, j, Q, DO, OFF, BASE, G, SHIFT, D
 
 
 @triton.jit
-def backward_keys(Q, K, V, OFF, BASE, G, DO, SHIFT, DELTA, ROWC, DK, DV, DC, KMASK, DOCS, LO, HI, sqb, sqh, sqt, skb,
-                  skh, skt, svb, svh, svt, sdob, sdoh, sdot, H, GROUP, Tq, Tk, start, window, scale, scale2,
+def backward_keys(Q, K, V, OFF, BASE, G, COLS, DO, SHIFT, DELTA, OWN, ROWS, DK, DV, DC, KMASK, DOCS, LO, HI, sqb, sqh, sqt, skb,
+                  skh, skt, svb, svh, svt, sdob, sdoh, sdot, H, GROUP: tl.constexpr, Tq, Tk, start, window, scale, scale2,
                   D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
                   POTENTIAL: tl.constexpr, GAIN: tl.constexpr, KERNEL: tl.constexpr, WINDOW: tl.constexpr,
                   PADDED: tl.constexpr, PACKED: tl.constexpr, BOUNDED: tl.constexpr, NEED_C: tl.constexpr,
-                  LATE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                  FOLD: tl.constexpr, SUMS: tl.constexpr, LATE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """dk, dv and the keys' part of dc for one block of BN keys, over all queries of all heads that share them."""
     n0 = tl.program_id(0) * BN
     bk = tl.program_id(1)
@@ -401,7 +501,8 @@ def backward_keys(Q, K, V, OFF, BASE, G, DO, SHIFT, DELTA, ROWC, DK, DV, DC, KMA
         g_head = G + bh * Tq
         shift_head = SHIFT + bh * Tq
         delta_head = DELTA + bh * Tq
-        rowc_head = ROWC + bh * Tq
+        own_head = OWN + bh * Tq
+        rows_head = ROWS + bh * Tq * COLUMNS
         bounds = bh * tl.cdiv(Tq, SPLIT)
         off = tl.zeros([BN], tl.float32)
         key_base = tl.full([], 0.0, tl.float64)
@@ -409,31 +510,46 @@ def backward_keys(Q, K, V, OFF, BASE, G, DO, SHIFT, DELTA, ROWC, DK, DV, DC, KMA
             off = tl.load(off_head + j, mask=j < Tk, other=0.0)
             if not PACKED:
                 key_base = tl.load(base_head + n0 // SPLIT)
-        if LATE:
+        columns = k
+        ones = k
+        if SUMS:
+            dc = tl.zeros([BN, COLUMNS], tl.float32)
+            column = tl.arange(0, COLUMNS)[None, :]
+            columns = tl.where(column < 6, _potential_columns(off, k.dtype), tl.zeros([1, COLUMNS], k.dtype))
+            ones = tl.where((column >= 8) & (column <= 10) & (j[:, None] >= 0), 1.0, 0.0).to(k.dtype)
+        elif LATE:
             dc = tl.zeros([BN, BM], tl.float32)
         else:
             dc = tl.zeros([BN], tl.float32)
         for m0 in range(lo, mid, BM):
-            if _is_live(LO, HI, bounds, m0, n0, BN, BOUNDED):
-                dk, dv, dc = _keys_step(dk, dv, dc, k, v, off, key_base, j, q_head, do_head, off_head, base_head, g_head,
-                                        shift_head, delta_head, rowc_head, KMASK, DOCS, m0, om, od, Tq, Tk, start,
+            if BOUNDED:
+                if _is_live(LO, HI, bounds, m0, n0, BN):
+                    dk, dv, dc = _keys_step(dk, dv, dc, k, v, off, key_base, columns, ones, j, q_head, do_head, off_head, base_head, g_head,
+                                            shift_head, delta_head, own_head, rows_head, KMASK, DOCS, m0, om, od, Tq, Tk, start,
+                                            window, sqt, sdot, scale2, D, BD, CAUSAL, POTENTIAL, GAIN, KERNEL, WINDOW,
+                                            PADDED, PACKED, True, NEED_C, FOLD, SUMS, LATE, EVEN, PRECISION)  # fmt: skip
+            else:
+                dk, dv, dc = _keys_step(dk, dv, dc, k, v, off, key_base, columns, ones, j, q_head, do_head, off_head, base_head, g_head,
+                                        shift_head, delta_head, own_head, rows_head, KMASK, DOCS, m0, om, od, Tq, Tk, start,
                                         window, sqt, sdot, scale2, D, BD, CAUSAL, POTENTIAL, GAIN, KERNEL, WINDOW,
-                                        PADDED, PACKED, True, NEED_C, LATE, EVEN, PRECISION)  # fmt: skip
-        if BOUNDED:
-            for m0 in range(mid, hi, BM):
-                if _is_live(LO, HI, bounds, m0, n0, BN, BOUNDED):
-                    dk, dv, dc = _keys_step(dk, dv, dc, k, v, off, key_base, j, q_head, do_head, off_head, base_head,
-                                            g_head, shift_head, delta_head, rowc_head, KMASK, DOCS, m0, om, od, Tq, Tk,
-                                            start, window, sqt, sdot, scale2, D, BD, CAUSAL, POTENTIAL, GAIN, KERNEL,
-                                            WINDOW, PADDED, PACKED, False, NEED_C, LATE, EVEN, PRECISION)  # fmt: skip
-        else:
-            for m0 in range(mid, hi, BM):
-                dk, dv, dc = _keys_step(dk, dv, dc, k, v, off, key_base, j, q_head, do_head, off_head, base_head, g_head,
-                                        shift_head, delta_head, rowc_head, KMASK, DOCS, m0, om, od, Tq, Tk, start,
+                                        PADDED, PACKED, True, NEED_C, FOLD, SUMS, LATE, EVEN, PRECISION)  # fmt: skip
+        for m0 in range(mid, hi, BM):
+            if BOUNDED:
+                if _is_live(LO, HI, bounds, m0, n0, BN):
+                    dk, dv, dc = _keys_step(dk, dv, dc, k, v, off, key_base, columns, ones, j, q_head, do_head, off_head, base_head, g_head,
+                                            shift_head, delta_head, own_head, rows_head, KMASK, DOCS, m0, om, od, Tq, Tk, start,
+                                            window, sqt, sdot, scale2, D, BD, CAUSAL, POTENTIAL, GAIN, KERNEL, WINDOW,
+                                            PADDED, PACKED, False, NEED_C, FOLD, SUMS, LATE, EVEN, PRECISION)  # fmt: skip
+            else:
+                dk, dv, dc = _keys_step(dk, dv, dc, k, v, off, key_base, columns, ones, j, q_head, do_head, off_head, base_head, g_head,
+                                        shift_head, delta_head, own_head, rows_head, KMASK, DOCS, m0, om, od, Tq, Tk, start,
                                         window, sqt, sdot, scale2, D, BD, CAUSAL, POTENTIAL, GAIN, KERNEL, WINDOW,
-                                        PADDED, PACKED, False, NEED_C, LATE, EVEN, PRECISION)  # fmt: skip
+                                        PADDED, PACKED, False, NEED_C, FOLD, SUMS, LATE, EVEN, PRECISION)  # fmt: skip
         if NEED_C:
-            if LATE:
+            if SUMS:
+                column = tl.arange(0, COLUMNS)[None, :]
+                dc = tl.sum(tl.where((column == 0) | (column == 1) | (column == 3), dc, 0.0), 1) * scale
+            elif LATE:
                 dc = tl.sum(dc, 1)
             if KERNEL == LOG_KERNEL:
                 dc = dc * -2.0
@@ -444,19 +560,17 @@ def backward_keys(Q, K, V, OFF, BASE, G, DO, SHIFT, DELTA, ROWC, DK, DV, DC, KMA
 
 
 @triton.jit
-def _is_live(LO, HI, bounds, m0, n0, BN: tl.constexpr, BOUNDED: tl.constexpr):
-    live = n0 >= 0
-    if BOUNDED:
-        bound = bounds + m0 // SPLIT
-        live = (tl.load(LO + bound) < n0 + BN) & (tl.load(HI + bound) > n0)
-    return live
+def _is_live(LO, HI, bounds, m0, n0, BN: tl.constexpr):
+    bound = bounds + m0 // SPLIT
+    return (tl.load(LO + bound) < n0 + BN) & (tl.load(HI + bound) > n0)
 
 
 @triton.jit
-def _queries_step(dq, dg, rows, q, do, g, ci, shift, delta, base, K, V, OFF, BASE, KMASK, DOCS, n, at, on, od, Tk,
+def _queries_step(dq, dg, rows, q, do, g, ci, shift, delta, base, columns, K, V, OFF, BASE, COLS, KMASK, DOCS, n, at, on, od, Tk,
                   window, skt, svt, scale2, D: tl.constexpr, BD: tl.constexpr, CAUSAL: tl.constexpr,
                   POTENTIAL: tl.constexpr, KERNEL: tl.constexpr, WINDOW: tl.constexpr, PADDED: tl.constexpr,
-                  PACKED: tl.constexpr, MASKED: tl.constexpr, NEED_C: tl.constexpr, LATE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                  PACKED: tl.constexpr, MASKED: tl.constexpr, NEED_C: tl.constexpr,
+                  FOLD: tl.constexpr, SUMS: tl.constexpr, LATE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     j = n + on
     n64 = n * tl.full([], 1, tl.int64)
     kp = K + n64 * skt + on[None, :] * skt + od[:, None]
@@ -467,55 +581,60 @@ def _queries_step(dq, dg, rows, q, do, g, ci, shift, delta, base, K, V, OFF, BAS
     else:
         kT = tl.load(kp)
         vT = tl.load(vp)
-    x = tl.dot(q, kT, input_precision=PRECISION) * scale2
-    if POTENTIAL:
+    x = tl.dot(q, kT, input_precision=PRECISION)
+    if SUMS:
+        keys = _load_columns(COLS, n, on, Tk, MASKED)
+        apart = (tl.load(BASE + n // SPLIT) - base).to(tl.float32)
+    if FOLD:
+        x = tl.dot(columns, keys, x, input_precision=PRECISION)
+        x = x * scale2 + (g * LOG2E * apart - shift)[:, None]
+    elif POTENTIAL:
         cj = _from_base(OFF, BASE, n, on, base, Tk, MASKED, PACKED)
         if CAUSAL and KERNEL == NO_KERNEL:
-            x += (g * LOG2E)[:, None] * cj[None, :] - shift[:, None]
+            x = x * scale2 + ((g * LOG2E)[:, None] * cj[None, :] - shift[:, None])
         else:
-            bias = -g[:, None] * _distance(ci[:, None], cj[None, :], at[:, None], j[None, :], CAUSAL)
+            bias = g[:, None] * cj[None, :] - (g * ci)[:, None]
+            x = x * scale2 - shift[:, None]
             if KERNEL == NO_KERNEL:
-                x += bias * LOG2E
-            x -= shift[:, None]
+                x += _signed(bias, at[:, None], j[None, :], CAUSAL) * LOG2E
     else:
-        x -= shift[:, None]
+        x = x * scale2 - shift[:, None]
     p = tl.exp2(x)
     if POTENTIAL and KERNEL == LOG_KERNEL:
-        root = tl.rsqrt(1.0 + bias * bias)
-        inverse = root * root
+        inverse = _kernel_weight(bias, PRECISION)
         p = p * inverse
+        slope = bias * inverse
     if MASKED:
         seen = _visible(at[:, None], j[None, :], KMASK, DOCS, Tk, window, CAUSAL, WINDOW, PADDED, PACKED)
         p = tl.where(seen, p, 0.0)
     ds = p * (tl.dot(do, vT, input_precision=PRECISION) - delta[:, None])
     if NEED_C:
-        if CAUSAL and KERNEL == NO_KERNEL:
-            w = ds
-            distance = cj[None, :]
+        w = ds
+        if KERNEL == LOG_KERNEL:
+            w = w * slope
         else:
-            w = ds
-            if KERNEL == LOG_KERNEL:
-                w = w * (bias * inverse)
-            if not CAUSAL:
-                w = tl.where(at[:, None] >= j[None, :], w, -w)
-            distance = cj[None, :] - ci[:, None]
-        if LATE:
-            dg += w * distance
+            w = _signed(w, at[:, None], j[None, :], CAUSAL)
+        if SUMS:
+            sums = tl.dot(w.to(kT.dtype), tl.trans(keys), input_precision=PRECISION)
+            dg += sums * apart
+            rows += sums
+        elif LATE:
+            dg += w * cj[None, :]
             rows += w
         else:
-            dg += tl.sum(w * distance, 1)
+            dg += tl.sum(w * cj[None, :], 1)
             rows += tl.sum(w, 1)
     dq = tl.dot(ds.to(kT.dtype), tl.trans(kT), dq, input_precision=PRECISION)
     return dq, dg, rows
 
 
 @triton.jit
-def backward_queries(Q, K, V, OFF, BASE, G, DO, SHIFT, DELTA, ROWC, DQ, DG, DC, KMASK, DOCS, LO, HI, sqb, sqh, sqt, skb,
-                     skh, skt, svb, svh, svt, sdob, sdoh, sdot, H, GROUP, Tq, Tk, start, window, scale, scale2,
+def backward_queries(Q, K, V, OFF, BASE, G, COLS, DO, SHIFT, DELTA, OWN, ROWS, DQ, DG, DC, KMASK, DOCS, LO, HI, sqb, sqh, sqt, skb,
+                     skh, skt, svb, svh, svt, sdob, sdoh, sdot, H, GROUP: tl.constexpr, Tq, Tk, start, window, scale, scale2,
                      D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
                      POTENTIAL: tl.constexpr, GAIN: tl.constexpr, KERNEL: tl.constexpr, WINDOW: tl.constexpr,
                      PADDED: tl.constexpr, PACKED: tl.constexpr, BOUNDED: tl.constexpr, NEED_C: tl.constexpr,
-                     LATE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                     FOLD: tl.constexpr, SUMS: tl.constexpr, LATE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """dq, dg and the rows' part of dc (taken off what ``backward_keys`` stored) for one block of BM queries."""
     pm = tl.num_programs(0) - 1 - tl.program_id(0)
     bh = tl.program_id(1)
@@ -545,9 +664,15 @@ def backward_queries(Q, K, V, OFF, BASE, G, DO, SHIFT, DELTA, ROWC, DQ, DG, DC, 
         if GAIN:
             g = tl.load(G + line + i, mask=i < Tq, other=0.0)
         base = _row_base(OFF, BASE, pm * BM, start, PACKED)
-        ci = tl.load(ROWC + line + i, mask=i < Tq, other=0.0)
+        ci = (_potential(OFF, BASE, at, i < Tq, PACKED) - base).to(tl.float32)
     dq = tl.zeros([BM, BD], tl.float32)
-    if LATE:
+    columns = q
+    if SUMS:
+        columns = _gain_columns(g / scale, q.dtype)
+        COLS += bh.to(tl.int64) * Tk * COLUMNS
+        dg = tl.zeros([BM, COLUMNS], tl.float32)
+        rows = tl.zeros([BM, COLUMNS], tl.float32)
+    elif LATE:
         dg = tl.zeros([BM, BN], tl.float32)
         rows = tl.zeros([BM, BN], tl.float32)
     else:
@@ -560,23 +685,27 @@ def backward_queries(Q, K, V, OFF, BASE, G, DO, SHIFT, DELTA, ROWC, DQ, DG, DC, 
     )
     if not (WINDOW or PADDED or PACKED):
         for n in range(lo, mid, BN):
-            dq, dg, rows = _queries_step(dq, dg, rows, q, do, g, ci, shift, delta, base, K, V, OFF, BASE, KMASK, DOCS, n,
+            dq, dg, rows = _queries_step(dq, dg, rows, q, do, g, ci, shift, delta, base, columns, K, V, OFF, BASE, COLS, KMASK, DOCS, n,
                                          at, on, od, Tk, window, skt, svt, scale2, D, BD, CAUSAL, POTENTIAL, KERNEL,
-                                         WINDOW, PADDED, PACKED, False, NEED_C, LATE, PRECISION)  # fmt: skip
+                                         WINDOW, PADDED, PACKED, False, NEED_C, FOLD, SUMS, LATE, PRECISION)  # fmt: skip
     for n in range(mid, hi, BN):
-        dq, dg, rows = _queries_step(dq, dg, rows, q, do, g, ci, shift, delta, base, K, V, OFF, BASE, KMASK, DOCS, n, at,
+        dq, dg, rows = _queries_step(dq, dg, rows, q, do, g, ci, shift, delta, base, columns, K, V, OFF, BASE, COLS, KMASK, DOCS, n, at,
                                      on, od, Tk, window, skt, svt, scale2, D, BD, CAUSAL, POTENTIAL, KERNEL, WINDOW,
-                                     PADDED, PACKED, True, NEED_C, LATE, PRECISION)  # fmt: skip
+                                     PADDED, PACKED, True, NEED_C, FOLD, SUMS, LATE, PRECISION)  # fmt: skip
     tl.store(DQ + (line + i64)[:, None] * D + od[None, :], (dq * scale).to(DQ.dtype.element_ty), mask=mask)
     if NEED_C:
-        if LATE:
+        if SUMS:
+            column = tl.arange(0, COLUMNS)[None, :]
+            near = tl.where((column == 0) | (column == 2) | (column == 5), rows, 0.0)
+            dg = tl.sum(near + tl.where(column == 6, dg, 0.0), 1)
+            rows = tl.sum(tl.where(column == 6, rows, 0.0), 1)
+        elif LATE:
             dg = tl.sum(dg, 1)
             rows = tl.sum(rows, 1)
         if KERNEL == LOG_KERNEL:
             rows = rows * -2.0
             dg = dg * -2.0
-        elif CAUSAL:
-            dg -= ci * rows
+        dg -= ci * rows
         if GAIN:
             tl.store(DG + line + i, dg, mask=i < Tq)
         where = DC + bh.to(tl.int64) * Tk + at

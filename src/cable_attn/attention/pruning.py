@@ -6,8 +6,9 @@ For a row i the weight of all keys before key n is at most
 
 since c is sorted. ``s_ij = q_i·μ + q_i·(k_j − μ) ≤ q_i·μ + ‖q_i‖ · max_j<n ‖k_j − μ‖`` for any vector μ; with the mean key
 for μ what all keys share cancels, and the bound is far tighter than ‖q_i‖ ‖k‖. Z_i is at least the sum over the keys near
-row i, which is computed exactly. The bound grows with n, so the first live key is found by bisection, and everything before
-it may go when the bound is below ε for every row of the block. Bidirectional rows do the same to the right, with ε/2 each.
+row i, which is computed exactly. The bound grows with n, so the first live key is found by search, WIDE candidates at a
+time, and everything before it may go when the bound is below ε for every row of the block. Bidirectional rows do the same
+to the right, with ε/2 each.
 """
 
 from __future__ import annotations
@@ -22,12 +23,16 @@ from torch import Tensor
 if TYPE_CHECKING:
     from cable_attn.attention.fused import _Problem
 
-from cable_attn.attention.kernels import LOG2E, SPLIT, _distance, _from_base, _potential, _visible
+from cable_attn.attention.kernels import LOG2E, SPLIT, _from_base, _potential, _signed, _visible
 
 KEY_BLOCK = 64
 """Keys are dropped in blocks of so many."""
 NEAR = 128
 """How many keys before (and after) a block of rows count towards its lower bound on Z."""
+SAMPLE = 16
+"""Any μ will do; the mean of every so many keys is cheaper than that of all."""
+WIDE = 32
+"""How many places the search looks at in one step."""
 SLACK = 1.001
 """For the rounding of norms and products."""
 
@@ -38,7 +43,7 @@ def live_keys(problem: _Problem, document_ids: Tensor | None, epsilon: float) ->
 
     q, k = problem.q, problem.k
     causal = problem.flags["CAUSAL"]
-    mean = k.mean(dim=2, dtype=torch.float32)  # [B, H_kv, D]
+    mean = k[:, :, ::SAMPLE].mean(dim=2, dtype=torch.float32)  # [B, H_kv, D]
     blocks = triton.cdiv(problem.keys, KEY_BLOCK)
     radius = torch.empty(*k.shape[:2], blocks, device=k.device, dtype=torch.float32)
     _radii[(blocks, k.shape[0] * k.shape[1])](
@@ -54,11 +59,18 @@ def live_keys(problem: _Problem, document_ids: Tensor | None, epsilon: float) ->
     flags = {key: value for key, value in problem.flags.items() if key not in ("KERNEL", "BOUNDED", "POTENTIAL")}
     _bounds[(rows, problem.batch * problem.heads)](
         q, k, *problem.bias, mean, before, after, lo, hi, *problem.masks, first, end,
-        *q.stride()[:3], *k.stride()[:3], *problem.sizes, blocks, blocks.bit_length() + 1,
+        *q.stride()[:3], *k.stride()[:3], *problem.sizes, blocks, _largest_step(blocks),
         problem.scale * float(LOG2E.value), epsilon if causal else epsilon / 2,
-        BM=BOUND_ROWS, BN=KEY_BLOCK, NEAR_KEYS=NEAR, SLACK_FACTOR=SLACK, num_warps=8, num_stages=1, **flags,
+        BM=BOUND_ROWS, BN=KEY_BLOCK, NEAR_KEYS=NEAR, WIDTH=WIDE, SLACK_FACTOR=SLACK, num_warps=8, num_stages=1, **flags,
     )  # fmt: skip
     return lo, hi
+
+
+def _largest_step(blocks: int) -> int:
+    step = 1
+    while step * WIDE < blocks:
+        step *= WIDE
+    return step
 
 
 def _documents(document_ids: Tensor | None, unused: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,8 +102,8 @@ def _radii(K, MEAN, R, skb, skh, skt, key_heads, Tk, blocks, D: tl.constexpr, BD
 
 
 @triton.jit
-def _bounds(Q, K, OFF, BASE, G, MEAN, BEFORE, AFTER, LO, HI, KMASK, DOCS, FIRST, END, sqb, sqh, sqt, skb, skh, skt, H, GROUP, Tq, Tk, start, window, blocks, halvings, scale2, epsilon, D: tl.constexpr,
-            BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, NEAR_KEYS: tl.constexpr, SLACK_FACTOR: tl.constexpr,
+def _bounds(Q, K, OFF, BASE, G, MEAN, BEFORE, AFTER, LO, HI, KMASK, DOCS, FIRST, END, sqb, sqh, sqt, skb, skh, skt, H, GROUP, Tq, Tk, start, window, blocks, step, scale2, epsilon, D: tl.constexpr,
+            BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, NEAR_KEYS: tl.constexpr, WIDTH: tl.constexpr, SLACK_FACTOR: tl.constexpr,
             CAUSAL: tl.constexpr, GAIN: tl.constexpr, WINDOW: tl.constexpr, PADDED: tl.constexpr, PACKED: tl.constexpr,
             PRECISION: tl.constexpr):  # fmt: skip
     pm = tl.program_id(0)
@@ -136,7 +148,7 @@ def _bounds(Q, K, OFF, BASE, G, MEAN, BEFORE, AFTER, LO, HI, KMASK, DOCS, FIRST,
                     mask=(j[None, :] < Tk) & (od[:, None] < D), other=0.0)  # fmt: skip
         cj = _from_base(OFF, BASE, n, on, base, Tk, True, PACKED)
         x = tl.dot(q, k, input_precision=PRECISION) * scale2
-        x -= (g * LOG2E)[:, None] * _distance(ci[:, None], cj[None, :], at[:, None], j[None, :], CAUSAL)
+        x -= (g * LOG2E)[:, None] * _signed(ci[:, None] - cj[None, :], at[:, None], j[None, :], CAUSAL)
         seen = _visible(at[:, None], j[None, :], KMASK, DOCS, Tk, window, CAUSAL, WINDOW, PADDED, PACKED)
         x = tl.where(seen, x, float("-inf"))
         top = tl.maximum(m, tl.max(x, 1))
@@ -152,37 +164,32 @@ def _bounds(Q, K, OFF, BASE, G, MEAN, BEFORE, AFTER, LO, HI, KMASK, DOCS, FIRST,
         begins = tl.load(FIRST + b * Tk + at, mask=row, other=0)
         ends = tl.load(END + b * Tk + at, mask=row, other=0)
 
-    # Left: the largest number of key blocks before the rows that may go.
-    none, all_ = 0, first // BN
-    for _ in range(halvings):
-        n = (none + all_ + 1) // 2
-        last = tl.maximum(n * BN - 1, 0)
-        c_last = (_potential(OFF, BASE, last, True, PACKED) - base).to(tl.float32)
-        radius = tl.load(BEFORE + tl.maximum(n - 1, 0))
-        count = tl.log2((last + 1).to(tl.float32))
-        weight = count + shared + reach * radius - slope * (ci - c_last)
-        needed = row & (begins <= last) & (weight >= budget)
-        fits = (tl.max(needed.to(tl.int32)) == 0) | (n == 0)
-        none = tl.where(fits, n, none)
-        all_ = tl.where(fits, all_, n - 1)
-        all_ = tl.maximum(all_, none)
+    # How many blocks of keys may go on the left, and on the right: digits to base WIDTH, the highest first.
     where = bh.to(tl.int64) * tl.num_programs(0) + pm
-    tl.store(LO + where, none * BN)
-
-    # Right: the smallest block from which all keys may go.
-    if CAUSAL:
-        tl.store(HI + where, Tk)
-    else:
-        low, high = tl.minimum((first + BM + BN - 1) // BN, blocks), blocks
-        for _ in range(halvings):
-            n = (low + high) // 2
-            next_ = tl.minimum(n * BN, Tk - 1)
-            c_next = (_potential(OFF, BASE, next_, True, PACKED) - base).to(tl.float32)
-            radius = tl.load(AFTER + tl.minimum(n, blocks - 1))
-            count = tl.log2(tl.maximum(Tk - n * BN, 1).to(tl.float32))
-            weight = count + shared + reach * radius - slope * (c_next - ci)
-            needed = row & (ends > n * BN) & (weight >= budget)
-            fits = (tl.max(needed.to(tl.int32)) == 0) | (n >= blocks)
-            high = tl.where(fits, n, high)
-            low = tl.where(fits, low, tl.minimum(n + 1, high))
-        tl.store(HI + where, tl.minimum(high * BN, Tk))
+    digit = tl.arange(0, WIDTH)
+    left = first * 0
+    right = first * 0
+    while step > 0:
+        block = left + step * (1 + digit)
+        last = block * BN - 1
+        inside = block <= first // BN
+        c_last = (_potential(OFF, BASE, last, inside, PACKED) - base).to(tl.float32)
+        radius = tl.load(BEFORE + block - 1, mask=inside, other=0.0)
+        count = tl.log2((last + 1).to(tl.float32))
+        weight = (shared - slope * ci)[:, None] + reach[:, None] * radius[None, :] + slope[:, None] * c_last[None, :]
+        needed = row[:, None] & (begins[:, None] <= last[None, :]) & (weight + count[None, :] >= budget[:, None])
+        fits = inside & (tl.max(needed.to(tl.int32), 0) == 0)
+        left += step * tl.min(tl.where(fits, WIDTH, digit))
+        if not CAUSAL:
+            block = blocks - right - step * (1 + digit)
+            inside = block * BN >= first + BM
+            c_next = (_potential(OFF, BASE, block * BN, inside, PACKED) - base).to(tl.float32)
+            radius = tl.load(AFTER + block, mask=inside, other=0.0)
+            count = tl.log2(tl.maximum(Tk - block * BN, 1).to(tl.float32))
+            weight = (shared + slope * ci)[:, None] + reach[:, None] * radius[None, :] - slope[:, None] * c_next[None, :]
+            needed = row[:, None] & (ends[:, None] > block[None, :] * BN) & (weight + count[None, :] >= budget[:, None])
+            fits = inside & (tl.max(needed.to(tl.int32), 0) == 0)
+            right += step * tl.min(tl.where(fits, WIDTH, digit))
+        step = step // WIDTH
+    tl.store(LO + where, left * BN)
+    tl.store(HI + where, tl.where(right > 0, (blocks - right) * BN, Tk))

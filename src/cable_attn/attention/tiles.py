@@ -27,7 +27,7 @@ class Tiles(NamedTuple):
     queries: Tile
 
 
-_SMALL_HOPPER = Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 1), Tile(64, 64, 4, 3))
+_SMALL_HOPPER = Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2, False), Tile(64, 64, 4, 3))
 _SMALL_AMPERE = Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 1), Tile(64, 64, 4, 2))
 
 HALF: dict[str, dict[int, Tiles]] = {
@@ -42,15 +42,20 @@ HALF: dict[str, dict[int, Tiles]] = {
         16: _SMALL_HOPPER,
         32: _SMALL_HOPPER,
         64: _SMALL_HOPPER,
-        128: Tiles(Tile(128, 128, 8, 3, False), Tile(64, 128, 8, 3, False), Tile(128, 64, 8, 3)),
+        128: Tiles(Tile(128, 128, 8, 3, False), Tile(64, 128, 8, 2, False), Tile(128, 64, 8, 3)),
         256: Tiles(Tile(64, 64, 4, 2, False), Tile(32, 64, 4, 1, False), Tile(64, 32, 4, 2, False)),
     },
 }
 HALF["sm_100"] = HALF["sm_90"]
 
-LONG = 8192
-LONG_KEYS: dict[tuple[str, int], Tile] = {("sm_90", 64): Tile(128, 128, 8, 2, False)}
-"""Better tiles for ``backward_keys`` when the text is at least LONG and the bias has no kernel."""
+USES_COLUMNS = ("sm_90",)
+"""Where the tensor cores do the bias's work backward in bfloat16; elsewhere it has not been measured."""
+
+LOG_KERNEL: dict[tuple[str, int], Tiles] = {
+    ("sm_90", 64): Tiles(Tile(128, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 3)),
+    ("sm_90", 128): Tiles(Tile(64, 64, 4, 3), Tile(32, 64, 4, 2), Tile(128, 64, 8, 2)),
+}
+"""Better tiles for K-CABLE, which does more with each score."""
 
 SINGLE: dict[int, Tiles] = {
     dim: Tiles(Tile(32, 32, 4, 1, False), Tile(32, 32, 4, 1, False), Tile(32, 32, 4, 1, False))
@@ -72,14 +77,13 @@ def generation(capability: tuple[int, int]) -> str:
     return "sm_90" if capability >= (9, 0) else "sm_80"
 
 
-def tiles_for(dim: int, dtype: torch.dtype, capability: tuple[int, int], keys: int, plain: bool) -> Tiles:
-    """dim: the head dimension, rounded up to a power of two; plain: the bias has no kernel."""
+def tiles_for(dim: int, dtype: torch.dtype, capability: tuple[int, int], kernel: int) -> Tiles:
+    """dim: the head dimension, rounded up to a power of two; kernel: that of the bias, 0 for none."""
     if (dim, dtype) in OVERRIDES:
         return OVERRIDES[dim, dtype]
     if dtype == torch.float32:
         return SINGLE[dim]
     name = generation(capability)
-    tiles = HALF[name][dim]
-    if keys >= LONG and plain and (name, dim) in LONG_KEYS:
-        return tiles._replace(keys=LONG_KEYS[name, dim])
-    return tiles
+    if kernel and (name, dim) in LOG_KERNEL:
+        return LOG_KERNEL[name, dim]
+    return HALF[name][dim]

@@ -18,10 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cable_attn.attention import attention, fused, make_call
+from cable_attn.attention import attention
 from cable_attn.bias import PotentialBias
 from cable_attn.errors import CableError
-from cable_attn.layout import Layout
 
 
 class Shape(NamedTuple):
@@ -71,7 +70,7 @@ def _k_cable(x: Inputs) -> Tensor:
     return attention(x.q, x.k, x.v, PotentialBias(x.c, x.g, "log"), backend="triton")
 
 
-def _sdpa(name: str) -> Peer:
+def sdpa(name: str) -> Peer:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     backend = getattr(SDPBackend, name)
@@ -132,8 +131,8 @@ def peers(shape: Shape) -> dict[str, Peer]:
     found: dict[str, Peer] = {
         "cable": _cable,
         "k-cable": _k_cable,
-        "sdpa flash": _sdpa("FLASH_ATTENTION"),
-        "sdpa cudnn": _sdpa("CUDNN_ATTENTION"),
+        "sdpa flash": sdpa("FLASH_ATTENTION"),
+        "sdpa cudnn": sdpa("CUDNN_ATTENTION"),
     }
     if shape.batch * shape.heads * shape.tokens**2 * 4 <= LARGEST_SQUARE:
         found["materialised"] = _materialised
@@ -174,7 +173,7 @@ def measure(shape: Shape, peer: Peer, milliseconds: int = 200) -> dict[str, floa
     def both() -> None:
         peer(x).backward(upstream)
 
-    with _own_stream():
+    with own_stream():
         both()
         for leaf in x.leaves:
             leaf.grad = None
@@ -192,7 +191,7 @@ def measure(shape: Shape, peer: Peer, milliseconds: int = 200) -> dict[str, floa
 
 
 @contextmanager
-def _own_stream() -> Iterator[None]:
+def own_stream() -> Iterator[None]:
     """Graphs cannot be captured on the default stream."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -217,27 +216,3 @@ def run(shapes: tuple[Shape, ...], tell: Callable[[str], None]) -> Iterator[dict
             gc.collect()
             torch.cuda.empty_cache()
             yield row
-
-
-def measure_pruning(q: Tensor, k: Tensor, v: Tensor, bias: PotentialBias, epsilon: float) -> dict[str, float]:
-    """One layer's tensors of a real model: the fused forward with and without pruning beside cuDNN without a bias.
-
-    The cost of the bounds is part of the pruned time.
-    """
-    from triton.testing import do_bench_cudagraph
-
-    layout = Layout(q.shape[2], k.shape[2], 0, q.device)
-    call = make_call(q, k, v, bias, layout, prune=epsilon)
-    plain = Inputs(q, k, v, bias.c, bias.c)
-    cudnn = _sdpa("CUDNN_ATTENTION")
-    timing: dict[str, Any] = {"rep": 100, "return_mode": "median"}
-    with torch.no_grad(), _own_stream():
-        change = fused.run(call).float() - attention(q, k, v, bias, backend="triton").float()
-        return {
-            "kept": float(fused.kept_share(call).mean()),
-            "pruned_ms": do_bench_cudagraph(lambda: fused.run(call), **timing),
-            "whole_ms": do_bench_cudagraph(lambda: attention(q, k, v, bias, backend="triton"), **timing),
-            "cudnn_ms": do_bench_cudagraph(lambda: cudnn(plain), **timing),
-            "largest_change": float(change.abs().max()),
-            "largest_value": float(v.float().abs().max()),
-        }

@@ -68,14 +68,18 @@ def attention_markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def pruning_markdown(rows: list[dict[str, Any]]) -> str:
-    """All layers of a model together, by length."""
+    """All layers of a model together, by length; milliseconds forward / forward+backward."""
     lines = ["| tokens | blocks kept | cuDNN, no bias | fused | fused and pruned | cuDNN / pruned |", "|---" * 6 + "|"]
     for tokens in sorted({row["tokens"] for row in rows}):
         layers = [row for row in rows if row["tokens"] == tokens]
         kept = sum(row["kept"] for row in layers) / len(layers)
-        cudnn, whole, pruned = (sum(row[key] for row in layers) for key in ("cudnn_ms", "whole_ms", "pruned_ms"))
-        times = " | ".join(f"{value:.2f} ms" for value in (cudnn, whole, pruned))
-        lines.append(f"| {tokens} | {kept:.0%} | {times} | {cudnn / pruned:.2f} |")
+        times = {
+            name: [sum(row[f"{name}{what}"] for row in layers) for what in ("_ms", "_both_ms")]
+            for name in ("cudnn", "whole", "pruned")
+        }
+        cells = " | ".join(f"{alone:.2f} / {both:.2f}" for alone, both in times.values())
+        gain = " / ".join(f"{ours / theirs:.2f}" for ours, theirs in zip(times["cudnn"], times["pruned"]))
+        lines.append(f"| {tokens} | {kept:.0%} | {cells} | {gain} |")
     return "\n".join(lines)
 
 

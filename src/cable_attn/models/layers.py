@@ -13,6 +13,7 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 
 from cable_attn.attention import BACKENDS, attend, attention_weights, make_call
+from cable_attn.attention.call import Call
 from cable_attn.encodings import Encoding, Geometry, find_encoding
 from cable_attn.errors import CableError, require_known, unknown
 from cable_attn.layout import Layout
@@ -138,6 +139,15 @@ class SelfAttention(nn.Module):
         need_weights: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """x [B, Tq, C] → the same, and the attention weights [B, H, Tq, Tk] if they are wanted."""
+        call = self.call(x, layout, shared_encoding, cache)
+        y = attend(call, self.config.attention_backend)
+        weights = attention_weights(call, range(call.q.shape[2])) if need_weights else None
+        return self.out(y.transpose(1, 2).flatten(2)), weights
+
+    def call(
+        self, x: Tensor, layout: Layout, shared_encoding: Encoding | None = None, cache: Cache | None = None
+    ) -> Call:
+        """What this layer asks of attention."""
         encoding = self.encoding if self.encoding is not None else shared_encoding
         assert encoding is not None
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -146,18 +156,8 @@ class SelfAttention(nn.Module):
         memory = None if cache is None else CachedPotential(cache, self.layer, self.config.num_hidden_layers)
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
-        call = make_call(
-            q,
-            k,
-            v,
-            encoding.bias(x, layout, memory),
-            layout,
-            dropout=self.config.attention_dropout if self.training else 0.0,
-            mix=encoding.mix,
-        )
-        y = attend(call, self.config.attention_backend)
-        weights = attention_weights(call, range(q.shape[2])) if need_weights else None
-        return self.out(y.transpose(1, 2).flatten(2)), weights
+        dropout = self.config.attention_dropout if self.training else 0.0
+        return make_call(q, k, v, encoding.bias(x, layout, memory), layout, dropout=dropout, mix=encoding.mix)
 
 
 class FeedForward(nn.Module):

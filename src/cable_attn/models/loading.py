@@ -12,23 +12,35 @@ from cable_attn.errors import CableError
 
 
 def load_causal_lm(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model and the tokenizer of a checkpoint folder. Reads safetensors only and never runs code from it."""
+    """The model and the tokenizer of a checkpoint folder."""
+    model = load_model(folder)
+    try:
+        return model, AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise _broken(folder, error) from error
+
+
+def load_model(folder: Path) -> PreTrainedModel:
+    """The model of a checkpoint folder. Reads safetensors only and never runs code from it."""
     if not (folder / "config.json").is_file():
         raise CableError(f"{str(folder)!r} is not a checkpoint: it has no config.json.")
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, output_loading_info=True, use_safetensors=True, trust_remote_code=False, local_files_only=True
         )
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except CableError:
         raise
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CableError(f"checkpoint {str(folder)!r} cannot be loaded: {reason}") from error
+        raise _broken(folder, error) from error
     model, info = loaded
     absent = sorted(info["missing_keys"])
     if absent:
         raise CableError(
             f"checkpoint {str(folder)!r} is not complete: it lacks {', '.join(absent[:3])} ({len(absent)})."
         )
-    return model, tokenizer
+    return model
+
+
+def _broken(folder: Path, error: Exception) -> CableError:
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return CableError(f"checkpoint {str(folder)!r} cannot be loaded: {reason}")

@@ -1,0 +1,92 @@
+"""``cable bench pruning``: what ``prune=ε`` saves on a trained model's own queries, keys, potentials and gains."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from cable_attn.attention import fused
+from cable_attn.attention.call import Call
+from cable_attn.bench.attention import Inputs, own_stream, sdpa
+from cable_attn.bias import PotentialBias
+from cable_attn.errors import CableError
+from cable_attn.models.layers import SelfAttention
+
+
+def run(
+    model: PreTrainedModel, tokens: np.ndarray, lengths: list[int], epsilon: float, tell: Callable[[str], None]
+) -> Iterator[dict[str, Any]]:
+    """A row for each length and layer."""
+    if not torch.cuda.is_available():
+        raise CableError("cable bench pruning needs an NVIDIA GPU, and none is to be seen.")
+    model = model.to("cuda").eval()  # type: ignore[arg-type]
+    for length in lengths:
+        if len(tokens) < length:
+            raise CableError(f"the text has {len(tokens)} tokens, {length} are wanted. Give more text or less --lengths.")
+        ids = torch.from_numpy(tokens[:length].astype(np.int64)).cuda()[None]
+        tell(f"{length} tokens")
+        for layer, call in enumerate(layer_calls(model, ids)):
+            row = {"bench": "pruning", "tokens": length, "layer": layer, "epsilon": epsilon}
+            yield row | measure(call, epsilon)
+
+
+def layer_calls(model: PreTrainedModel, ids: Tensor) -> list[Call]:
+    """What each layer of the model asks of attention on this text."""
+    found: list[Call] = []
+
+    def note(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = inspect.signature(layer.forward).bind(*args, **kwargs).arguments
+        found.append(layer.call(given["x"], given["layout"], given.get("shared_encoding")))
+
+    hooks = [
+        layer.register_forward_pre_hook(note, with_kwargs=True)
+        for layer in model.modules()
+        if isinstance(layer, SelfAttention)
+    ]
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+        model.base_model(ids, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    if not found or not all(isinstance(call.bias, PotentialBias) for call in found):
+        raise CableError("only models whose encoding is a potential (cable, cable-nw, fox, alibi) can be pruned.")
+    return found
+
+
+def measure(call: Call, epsilon: float) -> dict[str, float]:
+    """The fused op with and without pruning beside cuDNN without a bias; the bounds' own cost is part of the time."""
+    from triton.testing import do_bench_cudagraph
+
+    assert isinstance(call.bias, PotentialBias) and call.bias.g is not None
+    leaves = [t.detach().clone().requires_grad_() for t in (call.q, call.k, call.v, call.bias.c, call.bias.g)]
+    q, k, v, c, g = leaves
+    whole = replace(call, q=q, k=k, v=v, bias=PotentialBias(c, g))
+    pruned = replace(whole, prune=epsilon)
+    plain, cudnn = Inputs(q, k, v, c, g), sdpa("CUDNN_ATTENTION")
+    upstream = torch.randn_like(call.q)
+    runs: dict[str, Callable[[], Tensor]] = {
+        "pruned": lambda: fused.run(pruned),
+        "whole": lambda: fused.run(whole),
+        "cudnn": lambda: cudnn(plain),
+    }
+    row: dict[str, float] = {}
+    with own_stream():
+        for name, run in runs.items():
+            timing: dict[str, Any] = {"rep": 50, "return_mode": "median"}
+            with torch.no_grad():
+                row[f"{name}_ms"] = do_bench_cudagraph(run, **timing)
+            row[f"{name}_both_ms"] = do_bench_cudagraph(
+                lambda run=run: run().backward(upstream), grad_to_none=leaves, **timing
+            )
+        with torch.no_grad():
+            change = runs["pruned"]().float() - runs["whole"]().float()
+            row["kept"] = float(fused.kept_share(pruned).mean())
+            row["largest_change"] = float(change.abs().max())
+            row["largest_value"] = float(v.float().abs().max())
+    return row
