@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 from cable_attn.attention import kernels, pruning
-from cable_attn.attention.tiles import HALF, SINGLE, Tile
+from cable_attn.attention.tiles import HALF, LOG_KERNEL, SINGLE, Tile
 
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 CABLE = {"CAUSAL": True, "POTENTIAL": True, "GAIN": True, "KERNEL": 0}
@@ -35,7 +35,7 @@ def pointer(name: str, data: str, packed: bool) -> str:
         return "*fp64" if packed else "*fp32"
     if name == "KMASK":
         return "*i1"
-    if name in ("DOCS", "LO", "HI", "FIRST", "END"):
+    if name in ("DOCS", "LO", "HI", "FIRST", "BEGIN", "END"):
         return "*i32"
     return "*fp64" if name in ("BASE", "C") else "*fp32"
 
@@ -75,19 +75,27 @@ def jobs(generation: int) -> list[tuple]:
     wanted = [("cable", dim, "bf16", HALF[f"sm_{generation}"][dim]) for dim in dims]
     if hopper:
         wanted += [("cable", dim, "fp32", SINGLE[dim]) for dim in (128, 256)]
-        wanted += [(name, 64, "bf16", HALF["sm_90"][64]) for name in VARIANTS if name != "cable"]
+        wanted += [("k-cable", dim, "bf16", tiles) for (_, dim), tiles in LOG_KERNEL.items()]
+        wanted += [(name, 64, "bf16", HALF["sm_90"][64]) for name in VARIANTS if "cable" not in name]
     todo = []
     for name, dim, data, tiles in wanted:
         flags = {**CABLE, **PLAIN, **VARIANTS[name], "D": dim, "BD": dim}
         columns = flags["POTENTIAL"] and not flags["PACKED"] and data == "bf16" and hopper
         fold = columns and flags["CAUSAL"] and not flags["KERNEL"]
-        flags |= {"NEED_C": flags["POTENTIAL"], "SUMS": columns, "FOLD": fold, "GROUP": 1, "PRECISION": "ieee" if data == "fp32" else "tf32"}
+        flags |= {
+            "NEED_C": flags["POTENTIAL"],
+            "SUMS": columns,
+            "FOLD": fold,
+            "GROUP": 1,
+            "PRECISION": "ieee" if data == "fp32" else "tf32",
+        }
         for kernel, tile in zip((kernels.forward, kernels.backward_keys, kernels.backward_queries), tiles):
             shape = {"BM": tile.queries, "BN": tile.keys, "LATE": tile.late}
             todo.append((kernel, tile, {**flags, **shape}, data, generation))
     flags = {**CABLE, **PLAIN, "D": 64, "BD": 64, "PRECISION": "tf32", "BM": 128, "BN": 64}
     flags |= {"SUMS": True, "NEAR_KEYS": 128, "WIDTH": 32, "SLACK_FACTOR": 1.001, "BLOCK": 128}
-    small = (kernels.split_potential, kernels.potential_columns, kernels.row_dots, pruning._radii, pruning._bounds) if hopper else ()
+    small = [kernels.split_potential, kernels.potential_columns, kernels.row_dots] if hopper else []
+    small += [pruning._radii, pruning._bounds, pruning._rows] if hopper else []
     return todo + [(kernel, Tile(128, 64, 8, 1), flags, "bf16", generation) for kernel in small]
 
 

@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from cable_attn.errors import CableError
+from cable_attn.errors import CableError, require_known
 
 app = typer.Typer(
     help="Train short, read long: position encodings that keep working past the training length.",
@@ -208,6 +208,33 @@ def bench_attention(
     console.print(f"Rows added to {results}", markup=False, highlight=False)
 
 
+@bench_app.command(name="tiles")
+def bench_tiles(
+    shape: Annotated[str, typer.Option(help="batch,heads,tokens,dim of your model's calls.")] = "4,32,4096,64",
+    bias: Annotated[str, typer.Option(help="cable or k-cable.")] = "cable",
+    out: Annotated[Path, typer.Option(help="Tiles file; an entry for the same head dimension is replaced.")] = Path(
+        "tiles.json"
+    ),
+) -> None:
+    """Find the fastest tile sizes for this GPU; CABLE_TILES=tiles.json then makes every process use them.
+
+    Needs a GPU and a few minutes. The tables that ship were made for the H100 and H200.
+    """
+    from cable_attn.bench import tiles as bench
+    from cable_attn.files import read_json, write_json
+
+    require_known("bias", bias, list(bench.BIASES))
+    rows = []
+    for row in bench.run(_shapes(shape)[0], bias, console.print):
+        rows.append(row)
+        console.print(f"{row['kernel']:>8} {tuple(row['tile'])} {row['ms']:.3f} ms", highlight=False)
+    entry = bench.best(rows)
+    known = read_json(out) if out.exists() else []
+    same = [(old["dim"], old["kernel"]) == (entry["dim"], entry["kernel"]) for old in known]
+    write_json(out, [old for old, is_same in zip(known, same) if not is_same] + [entry])
+    console.print(f"Written: {out}. Use it with CABLE_TILES={out}", markup=False, highlight=False)
+
+
 @bench_app.command(name="pruning")
 def bench_pruning(
     checkpoint: Annotated[Path, typer.Argument(help="A trained model's folder (cable, cable-nw, fox or alibi).")],
@@ -218,7 +245,7 @@ def bench_pruning(
         "benchmarks/results/pruning.jsonl"
     ),
 ) -> None:
-    """What prune=ε saves, layer by layer, on a trained model's own queries, keys and biases, beside cuDNN without a bias.
+    """What prune=ε saves on a trained model's own queries, keys and biases, beside cuDNN without a bias.
 
     Needs a GPU. The time of the bounds counts.
     """

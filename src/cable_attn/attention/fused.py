@@ -140,7 +140,7 @@ class _Problem:
         padded_dim = max(16, 1 << (dim - 1).bit_length())
         self.tiles: Tiles = INTERPRETED
         if not interpreting():
-            self.tiles = tiles_for(padded_dim, q.dtype, _capability(q.device), kernel)
+            self.tiles = tiles_for(padded_dim, q.dtype, kernel, _capability(q.device))
         # A pointer that is never read stands in for what is absent.
         self.bias = (off, base, q if g is None else g)
         self.masks = (q if key_mask is None else key_mask, q if document_ids is None else document_ids)
@@ -252,7 +252,7 @@ def _backward(
     need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients for q, k, v, and for c and g (empty when they are not needed)."""
-    from cable_attn.attention import kernels
+    from cable_attn.attention import kernels, pruning
 
     do = do if do.stride(-1) == 1 else do.contiguous()
     batch, heads, queries, _ = q.shape
@@ -278,9 +278,10 @@ def _backward(
         )  # fmt: skip
         if flags["SUMS"]:
             kernels.potential_columns[(_blocks(off.numel(), 256),)](off, columns, off.numel(), BLOCK=256)
+        begin, end = pruning.live_rows(lo, hi, queries, problem.keys) if prune > 0 else (lo, hi)
         tile = problem.tiles.keys
         kernels.backward_keys[(_blocks(problem.keys, tile.keys), batch * k.shape[1])](
-            *tensors, dk, dv, dc, *problem.masks, lo, hi, *numbers, **flags, **problem.options(tile)
+            *tensors, dk, dv, dc, *problem.masks, begin, end, *numbers, **flags, **problem.options(tile)
         )
         tile = problem.tiles.queries
         kernels.backward_queries[(_blocks(queries, tile.queries), batch * heads)](
@@ -290,7 +291,7 @@ def _backward(
 
 
 def _uses_columns(q: Tensor) -> bool:
-    """bfloat16 has the range for it; the interpreter, which cannot multiply bfloat16, shows with float16 that it is right."""
+    """bfloat16 has the range for it; the interpreter, which cannot multiply bfloat16, shows the algebra in float16."""
     if q.device.type == "cuda":
         return q.dtype == torch.bfloat16 and generation(_capability(q.device)) in USES_COLUMNS
     return q.dtype == torch.float16

@@ -28,6 +28,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 NO_KERNEL = tl.constexpr(0)
 LOG_KERNEL = tl.constexpr(1)
 SPLIT = tl.constexpr(128)
+KEYS = tl.constexpr(64)
 COLUMNS = tl.constexpr(16)
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 
@@ -90,6 +91,18 @@ def _delta_columns(delta, TYPE: tl.constexpr):
     column = tl.arange(0, COLUMNS)[None, :]
     low = tl.where(column == 10, third[:, None], tl.zeros([1, COLUMNS], TYPE))
     return tl.where(column == 8, first[:, None], tl.where(column == 9, second[:, None], low))
+
+
+@triton.jit
+def _program(BOUNDED: tl.constexpr):
+    """Block and head of this program. Pruned heads differ in length, so all heads' longest blocks start first."""
+    block = tl.program_id(0)
+    head = tl.program_id(1)
+    if BOUNDED:
+        index = head * tl.num_programs(0) + block
+        block = index // tl.num_programs(1)
+        head = index % tl.num_programs(1)
+    return block, head
 
 
 @triton.jit
@@ -230,8 +243,8 @@ def forward(Q, K, V, OFF, BASE, G, O, LSE, KMASK, DOCS, LO, HI, sqb, sqh, sqt, s
             WINDOW: tl.constexpr, PADDED: tl.constexpr, PACKED: tl.constexpr, BOUNDED: tl.constexpr, EVEN: tl.constexpr,
             LATE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """One block of BM queries of one head. LSE is in base 2 and holds +inf for a query that sees nothing."""
-    pm = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first
-    bh = tl.program_id(1)
+    pm, bh = _program(BOUNDED)
+    pm = tl.num_programs(0) - 1 - pm  # the longest rows first
     b = (bh // H).to(tl.int64)
     h = (bh % H).to(tl.int64)
     Q += b * sqb + h * sqh
@@ -456,15 +469,15 @@ def _keys_step(dk, dv, dc, k, v, off, key_base, columns, ones, j, Q, DO, OFF, BA
 
 
 @triton.jit
-def backward_keys(Q, K, V, OFF, BASE, G, COLS, DO, SHIFT, DELTA, OWN, ROWS, DK, DV, DC, KMASK, DOCS, LO, HI, sqb, sqh, sqt, skb,
+def backward_keys(Q, K, V, OFF, BASE, G, COLS, DO, SHIFT, DELTA, OWN, ROWS, DK, DV, DC, KMASK, DOCS, BEGIN, END, sqb, sqh, sqt, skb,
                   skh, skt, svb, svh, svt, sdob, sdoh, sdot, H, GROUP: tl.constexpr, Tq, Tk, start, window, scale, scale2,
                   D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
                   POTENTIAL: tl.constexpr, GAIN: tl.constexpr, KERNEL: tl.constexpr, WINDOW: tl.constexpr,
                   PADDED: tl.constexpr, PACKED: tl.constexpr, BOUNDED: tl.constexpr, NEED_C: tl.constexpr,
                   FOLD: tl.constexpr, SUMS: tl.constexpr, LATE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """dk, dv and the keys' part of dc for one block of BN keys, over all queries of all heads that share them."""
-    n0 = tl.program_id(0) * BN
-    bk = tl.program_id(1)
+    pn, bk = _program(BOUNDED)
+    n0 = pn * BN
     key_heads = H // GROUP
     b = (bk // key_heads).to(tl.int64)
     hk = (bk % key_heads).to(tl.int64)
@@ -491,6 +504,7 @@ def backward_keys(Q, K, V, OFF, BASE, G, COLS, DO, SHIFT, DELTA, OWN, ROWS, DK, 
         lo = tl.maximum(lo, (tl.maximum(n0 - window + 1 - start, 0) // BM) * BM)
     if WINDOW or PADDED or PACKED or (not CAUSAL and not EVEN):
         mid = hi
+    bounds = tl.cdiv(Tk, KEYS)
     for r in range(GROUP):
         h = hk * GROUP + r
         bh = b * H + h
@@ -503,7 +517,6 @@ def backward_keys(Q, K, V, OFF, BASE, G, COLS, DO, SHIFT, DELTA, OWN, ROWS, DK, 
         delta_head = DELTA + bh * Tq
         own_head = OWN + bh * Tq
         rows_head = ROWS + bh * Tq * COLUMNS
-        bounds = bh * tl.cdiv(Tq, SPLIT)
         off = tl.zeros([BN], tl.float32)
         key_base = tl.full([], 0.0, tl.float64)
         if POTENTIAL:
@@ -521,30 +534,22 @@ def backward_keys(Q, K, V, OFF, BASE, G, COLS, DO, SHIFT, DELTA, OWN, ROWS, DK, 
             dc = tl.zeros([BN, BM], tl.float32)
         else:
             dc = tl.zeros([BN], tl.float32)
-        for m0 in range(lo, mid, BM):
-            if BOUNDED:
-                if _is_live(LO, HI, bounds, m0, n0, BN):
-                    dk, dv, dc = _keys_step(dk, dv, dc, k, v, off, key_base, columns, ones, j, q_head, do_head, off_head, base_head, g_head,
-                                            shift_head, delta_head, own_head, rows_head, KMASK, DOCS, m0, om, od, Tq, Tk, start,
-                                            window, sqt, sdot, scale2, D, BD, CAUSAL, POTENTIAL, GAIN, KERNEL, WINDOW,
-                                            PADDED, PACKED, True, NEED_C, FOLD, SUMS, LATE, EVEN, PRECISION)  # fmt: skip
-            else:
-                dk, dv, dc = _keys_step(dk, dv, dc, k, v, off, key_base, columns, ones, j, q_head, do_head, off_head, base_head, g_head,
-                                        shift_head, delta_head, own_head, rows_head, KMASK, DOCS, m0, om, od, Tq, Tk, start,
-                                        window, sqt, sdot, scale2, D, BD, CAUSAL, POTENTIAL, GAIN, KERNEL, WINDOW,
-                                        PADDED, PACKED, True, NEED_C, FOLD, SUMS, LATE, EVEN, PRECISION)  # fmt: skip
-        for m0 in range(mid, hi, BM):
-            if BOUNDED:
-                if _is_live(LO, HI, bounds, m0, n0, BN):
-                    dk, dv, dc = _keys_step(dk, dv, dc, k, v, off, key_base, columns, ones, j, q_head, do_head, off_head, base_head, g_head,
-                                            shift_head, delta_head, own_head, rows_head, KMASK, DOCS, m0, om, od, Tq, Tk, start,
-                                            window, sqt, sdot, scale2, D, BD, CAUSAL, POTENTIAL, GAIN, KERNEL, WINDOW,
-                                            PADDED, PACKED, False, NEED_C, FOLD, SUMS, LATE, EVEN, PRECISION)  # fmt: skip
-            else:
-                dk, dv, dc = _keys_step(dk, dv, dc, k, v, off, key_base, columns, ones, j, q_head, do_head, off_head, base_head, g_head,
-                                        shift_head, delta_head, own_head, rows_head, KMASK, DOCS, m0, om, od, Tq, Tk, start,
-                                        window, sqt, sdot, scale2, D, BD, CAUSAL, POTENTIAL, GAIN, KERNEL, WINDOW,
-                                        PADDED, PACKED, False, NEED_C, FOLD, SUMS, LATE, EVEN, PRECISION)  # fmt: skip
+        begin = lo
+        end = hi
+        if BOUNDED:
+            begin = tl.maximum(lo, (tl.load(BEGIN + bh * bounds + n0 // KEYS) // BM) * BM)
+            end = tl.minimum(hi, tl.load(END + bh * bounds + tl.minimum(n0 + BN - 1, Tk - 1) // KEYS))
+        # A branch around the products would have the compiler run them one at a time.
+        for m0 in range(begin, tl.minimum(mid, end), BM):
+            dk, dv, dc = _keys_step(dk, dv, dc, k, v, off, key_base, columns, ones, j, q_head, do_head, off_head, base_head,
+                                    g_head, shift_head, delta_head, own_head, rows_head, KMASK, DOCS, m0, om, od, Tq, Tk,
+                                    start, window, sqt, sdot, scale2, D, BD, CAUSAL, POTENTIAL, GAIN, KERNEL, WINDOW,
+                                    PADDED, PACKED, True, NEED_C, FOLD, SUMS, LATE, EVEN, PRECISION)  # fmt: skip
+        for m0 in range(tl.maximum(begin, mid), end, BM):
+            dk, dv, dc = _keys_step(dk, dv, dc, k, v, off, key_base, columns, ones, j, q_head, do_head, off_head, base_head,
+                                    g_head, shift_head, delta_head, own_head, rows_head, KMASK, DOCS, m0, om, od, Tq, Tk,
+                                    start, window, sqt, sdot, scale2, D, BD, CAUSAL, POTENTIAL, GAIN, KERNEL, WINDOW,
+                                    PADDED, PACKED, False, NEED_C, FOLD, SUMS, LATE, EVEN, PRECISION)  # fmt: skip
         if NEED_C:
             if SUMS:
                 column = tl.arange(0, COLUMNS)[None, :]
@@ -557,12 +562,6 @@ def backward_keys(Q, K, V, OFF, BASE, G, COLS, DO, SHIFT, DELTA, OWN, ROWS, DK, 
     rows = (bk.to(tl.int64) * Tk + j64)[:, None] * D + od[None, :]
     tl.store(DK + rows, (dk * scale).to(DK.dtype.element_ty), mask=mask)
     tl.store(DV + rows, dv.to(DV.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _is_live(LO, HI, bounds, m0, n0, BN: tl.constexpr):
-    bound = bounds + m0 // SPLIT
-    return (tl.load(LO + bound) < n0 + BN) & (tl.load(HI + bound) > n0)
 
 
 @triton.jit
@@ -636,8 +635,8 @@ def backward_queries(Q, K, V, OFF, BASE, G, COLS, DO, SHIFT, DELTA, OWN, ROWS, D
                      PADDED: tl.constexpr, PACKED: tl.constexpr, BOUNDED: tl.constexpr, NEED_C: tl.constexpr,
                      FOLD: tl.constexpr, SUMS: tl.constexpr, LATE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """dq, dg and the rows' part of dc (taken off what ``backward_keys`` stored) for one block of BM queries."""
-    pm = tl.num_programs(0) - 1 - tl.program_id(0)
-    bh = tl.program_id(1)
+    pm, bh = _program(BOUNDED)
+    pm = tl.num_programs(0) - 1 - pm
     b = (bh // H).to(tl.int64)
     h = (bh % H).to(tl.int64)
     K += b * skb + (h // GROUP) * skh

@@ -23,9 +23,9 @@ from torch import Tensor
 if TYPE_CHECKING:
     from cable_attn.attention.fused import _Problem
 
-from cable_attn.attention.kernels import LOG2E, SPLIT, _from_base, _potential, _signed, _visible
+from cable_attn.attention.kernels import KEYS, LOG2E, SPLIT, _from_base, _potential, _signed, _visible
 
-KEY_BLOCK = 64
+KEY_BLOCK = KEYS.value
 """Keys are dropped in blocks of so many."""
 NEAR = 128
 """How many keys before (and after) a block of rows count towards its lower bound on Z."""
@@ -64,6 +64,36 @@ def live_keys(problem: _Problem, document_ids: Tensor | None, epsilon: float) ->
         BM=BOUND_ROWS, BN=KEY_BLOCK, NEAR_KEYS=NEAR, WIDTH=WIDE, SLACK_FACTOR=SLACK, num_warps=8, num_stages=1, **flags,
     )  # fmt: skip
     return lo, hi
+
+
+def live_rows(lo: Tensor, hi: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor]:
+    """For each block of keys the rows from the first to behind the last that need it: int32 [B, H, blocks]."""
+    from cable_attn.attention.fused import BOUND_ROWS
+
+    blocks = triton.cdiv(keys, KEY_BLOCK)
+    begin = torch.empty(*lo.shape[:2], blocks, device=lo.device, dtype=torch.int32)
+    end = torch.empty_like(begin)
+    _rows[(triton.cdiv(blocks, WIDE), lo.shape[0] * lo.shape[1])](
+        lo, hi, begin, end, lo.shape[2], blocks, queries, BM=BOUND_ROWS, BN=KEY_BLOCK, WIDTH=WIDE
+    )
+    return begin, end
+
+
+@triton.jit
+def _rows(LO, HI, BEGIN, END, row_blocks, blocks, Tq, BM: tl.constexpr, BN: tl.constexpr, WIDTH: tl.constexpr):
+    bh = tl.program_id(1).to(tl.int64)
+    n = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    begin = tl.zeros([WIDTH], tl.int32) + Tq
+    end = tl.zeros([WIDTH], tl.int32)
+    for first in range(0, row_blocks, WIDTH):
+        m = first + tl.arange(0, WIDTH)
+        lo = tl.load(LO + bh * row_blocks + m, mask=m < row_blocks, other=2147483647)
+        hi = tl.load(HI + bh * row_blocks + m, mask=m < row_blocks, other=0)
+        needs = (lo[:, None] < (n[None, :] + 1) * BN) & (hi[:, None] > n[None, :] * BN)
+        begin = tl.minimum(begin, tl.min(tl.where(needs, m[:, None] * BM, 2147483647), 0))
+        end = tl.maximum(end, tl.max(tl.where(needs, (m[:, None] + 1) * BM, 0), 0))
+    tl.store(BEGIN + bh * blocks + n, begin, mask=n < blocks)
+    tl.store(END + bh * blocks + n, tl.minimum(end, Tq), mask=n < blocks)
 
 
 def _largest_step(blocks: int) -> int:
@@ -186,7 +216,9 @@ def _bounds(Q, K, OFF, BASE, G, MEAN, BEFORE, AFTER, LO, HI, KMASK, DOCS, FIRST,
             c_next = (_potential(OFF, BASE, block * BN, inside, PACKED) - base).to(tl.float32)
             radius = tl.load(AFTER + block, mask=inside, other=0.0)
             count = tl.log2(tl.maximum(Tk - block * BN, 1).to(tl.float32))
-            weight = (shared + slope * ci)[:, None] + reach[:, None] * radius[None, :] - slope[:, None] * c_next[None, :]
+            weight = (
+                (shared + slope * ci)[:, None] + reach[:, None] * radius[None, :] - slope[:, None] * c_next[None, :]
+            )
             needed = row[:, None] & (ends[:, None] > block[None, :] * BN) & (weight + count[None, :] >= budget[:, None])
             fits = inside & (tl.max(needed.to(tl.int32), 0) == 0)
             right += step * tl.min(tl.where(fits, WIDTH, digit))

@@ -6,9 +6,14 @@ to a power of two; fp32 has its own, since its tiles are twice as large and its 
 
 from __future__ import annotations
 
+import json
+import os
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
+
+from cable_attn.errors import CableError
 
 
 class Tile(NamedTuple):
@@ -53,7 +58,7 @@ USES_COLUMNS = ("sm_90",)
 
 LOG_KERNEL: dict[tuple[str, int], Tiles] = {
     ("sm_90", 64): Tiles(Tile(128, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 3)),
-    ("sm_90", 128): Tiles(Tile(64, 64, 4, 3), Tile(32, 64, 4, 2), Tile(128, 64, 8, 2)),
+    ("sm_90", 128): Tiles(Tile(64, 64, 4, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 3)),
 }
 """Better tiles for K-CABLE, which does more with each score."""
 
@@ -66,8 +71,22 @@ SINGLE[256] = Tiles(Tile(16, 32, 4, 1, False), Tile(16, 32, 4, 1, False), Tile(1
 INTERPRETED = Tiles(Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1, False))
 """Small and uneven, so that the interpreter walks every path of the kernels on short texts."""
 
-OVERRIDES: dict[tuple[int, torch.dtype], Tiles] = {}
-"""Tiles by (padded head dimension, dtype) that win over the tables, for whoever tunes on another GPU."""
+OVERRIDES: dict[tuple[int, torch.dtype, int], Tiles] = {}
+"""Tiles by (padded head dimension, dtype, kernel) that win over the tables: those of the file that CABLE_TILES names."""
+
+
+def load(path: Path) -> None:
+    """Read a file of ``cable bench tiles``."""
+    try:
+        for entry in json.loads(path.read_text(encoding="utf-8")):
+            parts = (Tile(*entry[name]) for name in ("forward_tile", "keys_tile", "queries_tile"))
+            OVERRIDES[entry["dim"], getattr(torch, entry["dtype"]), entry["kernel"]] = Tiles(*parts)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CableError(f"CABLE_TILES={str(path)!r} is not a tiles file of cable bench tiles: {error}") from error
+
+
+if os.environ.get("CABLE_TILES"):
+    load(Path(os.environ["CABLE_TILES"]))
 
 
 def generation(capability: tuple[int, int]) -> str:
@@ -77,10 +96,10 @@ def generation(capability: tuple[int, int]) -> str:
     return "sm_90" if capability >= (9, 0) else "sm_80"
 
 
-def tiles_for(dim: int, dtype: torch.dtype, capability: tuple[int, int], kernel: int) -> Tiles:
+def tiles_for(dim: int, dtype: torch.dtype, kernel: int, capability: tuple[int, int]) -> Tiles:
     """dim: the head dimension, rounded up to a power of two; kernel: that of the bias, 0 for none."""
-    if (dim, dtype) in OVERRIDES:
-        return OVERRIDES[dim, dtype]
+    if (dim, dtype, kernel) in OVERRIDES:
+        return OVERRIDES[dim, dtype, kernel]
     if dtype == torch.float32:
         return SINGLE[dim]
     name = generation(capability)

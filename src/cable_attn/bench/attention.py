@@ -160,7 +160,7 @@ def gate(dim: int) -> float:
     return ratio
 
 
-def measure(shape: Shape, peer: Peer, milliseconds: int = 200) -> dict[str, float]:
+def measure(shape: Shape, peer: Peer, milliseconds: int = 60) -> dict[str, float]:
     """Forward, forward and backward (ms), and peak memory above the inputs (MiB)."""
     from triton.testing import do_bench_cudagraph
 

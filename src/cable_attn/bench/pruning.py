@@ -29,7 +29,9 @@ def run(
     model = model.to("cuda").eval()  # type: ignore[arg-type]
     for length in lengths:
         if len(tokens) < length:
-            raise CableError(f"the text has {len(tokens)} tokens, {length} are wanted. Give more text or less --lengths.")
+            raise CableError(
+                f"the text has {len(tokens)} tokens, {length} are wanted. Give more text or less --lengths."
+            )
         ids = torch.from_numpy(tokens[:length].astype(np.int64)).cuda()[None]
         tell(f"{length} tokens")
         for layer, call in enumerate(layer_calls(model, ids)):

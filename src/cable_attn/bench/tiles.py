@@ -16,9 +16,14 @@ import torch
 from cable_attn.attention import fused, tiles
 from cable_attn.attention.tiles import Tile, Tiles
 from cable_attn.bench.attention import Inputs, Shape, own_stream
+from cable_attn.errors import CableError
 
 BIASES = {"cable": 0, "k-cable": fused.KERNELS["log"]}
-SIZES = {"forward": ((64, 64), (128, 64), (128, 128)), "keys": ((64, 64), (32, 64), (64, 128)), "queries": ((64, 64), (64, 32), (128, 64))}  # fmt: skip
+SIZES = {
+    "forward": ((64, 64), (128, 64), (128, 128)),
+    "keys": ((64, 64), (32, 64), (64, 128)),
+    "queries": ((64, 64), (64, 32), (128, 64)),
+}
 
 
 def candidates(kernel: str) -> list[Tile]:
@@ -32,75 +37,73 @@ def candidates(kernel: str) -> list[Tile]:
 
 
 class Problem:
-    """A shape's tensors and the three kernels as calls that take a tile."""
+    """A shape's tensors, and the passes as calls that take a tile for one of their kernels."""
 
     def __init__(self, shape: Shape, bias: str):
-        self.shape, self.inputs = shape, Inputs.random(shape)
-        self.numbers = (shape.dim**-0.5, True, 0, 0, BIASES[bias], 0.0)
-        self.base = self._tiles()
-        q, k, v, c, g = (leaf.detach() for leaf in self.inputs.leaves)
-        self.arguments = (q, k, v, c, g, None, None)
-        self.outputs = fused._forward(*self.arguments, *self.numbers)
-        self.upstream = torch.randn_like(q)
-
-    def _tiles(self) -> Tiles:
-        q = self.inputs.q
-        capability = torch.cuda.get_device_capability()
-        return tiles.tiles_for(self.shape.dim, q.dtype, capability, self.numbers[4])
+        self.numbers: Any = (shape.dim**-0.5, True, 0, 0, BIASES[bias], 0.0)
+        self.tensors: Any = [leaf.detach() for leaf in Inputs.random(shape).leaves]
+        self.upstream = torch.randn_like(self.tensors[0])
+        self.key = (shape.dim, torch.bfloat16, BIASES[bias])
+        self.tiles: Tiles = tiles.tiles_for(*self.key, torch.cuda.get_device_capability())
+        self.outputs: Any = fused._forward(*self.tensors, None, None, *self.numbers)
 
     def call(self, kernel: str, tile: Tile) -> None:
-        """The forward pass, or the backward pass with this tile for one of its kernels."""
-        key = (self.shape.dim, self.inputs.q.dtype)
-        tiles.OVERRIDES[key] = self.base._replace(**{kernel: tile})
+        before = tiles.OVERRIDES.get(self.key)
+        tiles.OVERRIDES[self.key] = self.tiles._replace(**{kernel: tile})
         try:
             if kernel == "forward":
-                fused._forward(*self.arguments, *self.numbers)
+                fused._forward(*self.tensors, None, None, *self.numbers)
             else:
-                q, k, v, _, g, *masks = self.arguments
-                fused._backward(self.upstream, q, k, v, g, *masks, *self.outputs, *self.numbers, True)
+                q, k, v, _, g = self.tensors
+                fused._backward(self.upstream, q, k, v, g, None, None, *self.outputs, *self.numbers, True)
         finally:
-            del tiles.OVERRIDES[key]
+            del tiles.OVERRIDES[self.key]
+            if before is not None:
+                tiles.OVERRIDES[self.key] = before
+
+    def milliseconds(self, kernel: str, tile: Tile) -> float:
+        from triton.testing import do_bench_cudagraph
+
+        with own_stream():
+            return float(do_bench_cudagraph(lambda: self.call(kernel, tile), rep=20, return_mode="median"))
 
 
-def _compile(shape: Shape, bias: str, jobs: list[tuple[str, Tile]]) -> list[str]:
-    """Fill the cache on disk; what does not compile or fit is named."""
+def _compile(shape: Shape, bias: str, jobs: list[tuple[str, Tile]]) -> list[tuple[str, Tile]]:
+    """Fill the cache on disk; gives back what compiles and fits."""
     problem = Problem(shape._replace(batch=1, heads=2), bias)
-    wrong = []
+    good = []
     for kernel, tile in jobs:
         try:
             problem.call(kernel, tile)
             torch.cuda.synchronize()
-        except Exception as error:
-            wrong.append(f"{kernel} {tuple(tile)}: {str(error).strip().splitlines()[0][:120]}")
-    return wrong
+            good.append((kernel, tile))
+        except Exception:  # too much shared memory, or a tile that Triton cannot lay out
+            continue
+    return good
 
 
-def run(shapes: tuple[Shape, ...], biases: tuple[str, ...], tell: Callable[[str], None]) -> Iterator[dict[str, Any]]:
-    """A row for each shape, bias, kernel and tile: milliseconds of the forward or of the backward pass."""
-    from triton.testing import do_bench_cudagraph
-
+def run(shape: Shape, bias: str, tell: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+    """A row for each kernel and tile: milliseconds of the forward or of the backward pass."""
+    if not torch.cuda.is_available():
+        raise CableError("cable bench tiles needs an NVIDIA GPU, and none is to be seen.")
     jobs = [(kernel, tile) for kernel in SIZES for tile in candidates(kernel)]
-    workers = max(os.cpu_count() or 1, 1)
+    workers = os.cpu_count() or 1
+    tell(f"compiling {len(jobs)} candidates in {workers} processes")
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        kinds = {(shape.dim, bias): shape for shape in shapes for bias in biases}
-        waiting = [
-            pool.submit(_compile, shape, bias, jobs[n::workers])
-            for (_, bias), shape in kinds.items()
-            for n in range(workers)
+        parts = [pool.submit(_compile, shape, bias, jobs[n::workers]) for n in range(workers)]
+        good = [job for part in parts for job in part.result()]
+    problem = Problem(shape, bias)
+    for kernel, tile in sorted(good):
+        row = {"bench": "tiles", "shape": shape._asdict(), "bias": bias, "kernel": kernel, "tile": list(tile)}
+        yield row | {"ms": problem.milliseconds(kernel, tile)}
+
+
+def best(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The entry for a tiles file: what ``CABLE_TILES`` names."""
+    first = rows[0]
+    entry = {"dim": first["shape"]["dim"], "dtype": "bfloat16", "kernel": BIASES[first["bias"]]}
+    for kernel in SIZES:
+        entry[kernel + "_tile"] = min((row for row in rows if row["kernel"] == kernel), key=lambda row: row["ms"])[
+            "tile"
         ]
-        for done in waiting:
-            for line in done.result():
-                tell(line)
-    for shape in shapes:
-        for bias in biases:
-            problem = Problem(shape, bias)
-            for kernel, tile in jobs:
-                if bias == "cable" and not tile.late:
-                    continue
-                row = {"bench": "tiles", "shape": shape._asdict(), "bias": bias, "kernel": kernel, "tile": list(tile)}
-                try:
-                    with own_stream():
-                        call = lambda: problem.call(kernel, tile)  # noqa: B023, E731
-                        yield row | {"ms": do_bench_cudagraph(call, rep=20, return_mode="median")}
-                except Exception:
-                    continue
+    return entry
