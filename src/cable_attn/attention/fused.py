@@ -17,6 +17,7 @@ from cable_attn.attention.tiles import INTERPRETED, USES_COLUMNS, Tile, Tiles, g
 from cable_attn.bias import PotentialBias
 
 NAME = "triton"
+INSTALLED = importlib.util.find_spec("triton") is not None
 KERNELS = {None: 0, "log": 1}
 LARGEST_HEAD = 256
 LOG2E = math.log2(math.e)
@@ -27,7 +28,7 @@ BOUND_ROWS = 128
 
 def refuses(call: Call) -> str | None:
     q = call.q
-    if not _installed():
+    if not INSTALLED:
         return "the package triton is not installed (pip install 'cable-attn[triton]')"
     if q.device.type != "cuda" and not interpreting():
         return f"the fused kernels need a GPU, the tensors are on {q.device.type} (TRITON_INTERPRET=1 runs them slowly)"
@@ -60,11 +61,6 @@ def defers(call: Call) -> str | None:
     if call.bias is None and layout.key_mask is None and layout.document_ids is None and layout.window is None:
         return "without a bias or a mask there is nothing to fuse"
     return None
-
-
-@cache
-def _installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def interpreting() -> bool:
