@@ -6,8 +6,11 @@ import json
 import re
 from pathlib import Path
 
+from typer.testing import CliRunner
+
 from cable_attn import ENCODINGS
 from cable_attn.bench import records
+from cable_attn.cli import app
 from cable_attn.encodings.base import option_names
 from cable_attn.report import perplexity_markdown
 
@@ -48,10 +51,17 @@ def test_readme_snippets_run():
 
 
 def test_the_kernel_page_shows_the_stored_measurements():
-    page, results = (ROOT / "docs/kernels.md").read_text(), ROOT / "benchmarks/results"
-    for name, table in (
-        ("attention", records.attention_markdown),
-        ("pruning", records.pruning_markdown),
-        ("tuning", records.tuning_markdown),
-    ):
-        assert table(records.read(results / f"{name}.jsonl")) in page, name
+    page = (ROOT / "docs/kernels.md").read_text()
+    assert page.count("<!-- end -->") == len(records.TABLES)
+    assert records.fill(page, ROOT / "benchmarks/results") == page
+
+
+def test_the_benchmark_report_is_made_from_the_stored_rows(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- attention -->\nold\n<!-- end -->\nafter\n")
+    arguments = ["bench", "report", "--page", str(page), "--results", str(ROOT / "benchmarks/results")]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    text = page.read_text()
+    assert text.startswith("before\n<!-- attention -->\n| B,H,T,D | cable |") and text.endswith("<!-- end -->\nafter\n")
+    assert all((tmp_path / f"attention.{kind}").stat().st_size > 1000 for kind in ("png", "svg"))

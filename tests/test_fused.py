@@ -287,6 +287,15 @@ def test_a_short_training_run_follows_the_reference():
     assert torch.allclose(torch.tensor(losses["triton"]), torch.tensor(losses["reference"]), atol=1e-3)
 
 
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_two_processes_get_the_gradients_of_one(how):
+    script = Path(__file__).parent / "two_processes.py"
+    launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), how]
+    done = subprocess.run([sys.executable, "-m", *launch], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("the same gradients") == 2
+
+
 @pytest.mark.parametrize("generation", [80, 90, 100])
 def test_shipped_tiles_compile_and_fit(generation):
     """For GPUs that are not here: compiled to machine code, shared memory counted."""

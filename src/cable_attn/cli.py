@@ -205,6 +205,7 @@ def bench_attention(
     for row in bench.run(wanted, console.print):
         append(results, [{**row, **around}])
         console.print(_bench_line(row), highlight=False, soft_wrap=True)
+    console.print("cable bench report makes the table and the figure of them.")
     console.print(f"Rows added to {results}", markup=False, highlight=False)
 
 
@@ -268,6 +269,22 @@ def bench_pruning(
         append(results, rows[-1:])
     console.print(pruning_markdown(rows), highlight=False, soft_wrap=True)
     console.print(f"Rows added to {results}", markup=False, highlight=False)
+
+
+@bench_app.command(name="report")
+def bench_report(
+    results: Annotated[Path, typer.Option(help="Folder of the JSONL files.")] = Path("benchmarks/results"),
+    page: Annotated[Path, typer.Option(help="Document whose tables are made anew.")] = Path("docs/kernels.md"),
+) -> None:
+    """Make the tables and the figure of docs/kernels.md from the stored measurements."""
+    from cable_attn.bench import records
+    from cable_attn.files import write_atomically
+    from cable_attn.report import speed_figure
+
+    write_atomically(page, records.fill(page.read_text(encoding="utf-8"), results))
+    rows = records.latest(records.read(results / "attention.jsonl"))
+    figures = speed_figure(rows, page.parent / "attention")
+    console.print("Written:", page, *figures, highlight=False)
 
 
 def _shapes(text: str) -> tuple[Any, ...]:

@@ -53,13 +53,58 @@ def perplexity_markdown(results: Perplexities, trained_at: int) -> str:
     return "\n".join(lines)
 
 
-def perplexity_figure(results: Perplexities, trained_at: int, stem: Path) -> list[Path]:
-    """Perplexity against length, as PNG and SVG. Needs matplotlib (the ``plot`` extra)."""
+def _pyplot() -> Any:
+    """matplotlib (the ``plot`` extra), without a screen."""
     import matplotlib
 
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "cable-attn"  # the same figure gives the same bytes
-    from matplotlib import pyplot as plt
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _save(figure: Any, stem: Path) -> list[Path]:
+    paths = [stem.with_suffix(".png"), stem.with_suffix(".svg")]
+    for path in paths:
+        figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
+    _pyplot().close(figure)
+    return paths
+
+
+def speed_figure(rows: list[dict[str, Any]], stem: Path) -> list[Path]:
+    """Forward and backward time of each peer over that of SDPA flash, one panel a shape, as PNG and SVG."""
+    shapes = list(dict.fromkeys(tuple(row["shape"].values()) for row in rows))
+    names = list(dict.fromkeys(row["peer"] for row in rows))
+    figure, panels = _pyplot().subplots(
+        1, len(shapes), figsize=(3 * len(shapes), 3.4), sharey=True, layout="constrained", squeeze=False
+    )
+    for axes, shape in zip(panels[0], shapes):
+        times = {
+            row["peer"]: row["both_ms"] for row in rows if tuple(row["shape"].values()) == shape and "error" not in row
+        }
+        unit = times.get("sdpa flash")
+        for place, name in enumerate(names):
+            if unit is None or name not in times:
+                continue
+            ratio = times[name] / unit
+            axes.barh(place, ratio, color=COLOURS[0] if name == "cable" else "0.75", height=0.7)
+            axes.annotate(f"{ratio:.2f}", (ratio, place), xytext=(3, 0), va="center", **NOTE)
+        axes.axvline(1, color="0.6", linestyle=":", linewidth=1)
+        axes.set_xscale("log")
+        axes.set_xlim(0.3, 100)
+        axes.set_title("B,H,T,D = " + ",".join(map(str, shape)), fontsize=9)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0][0].set_yticks(range(len(names)), names)
+    panels[0][0].invert_yaxis()
+    figure.supxlabel("forward and backward, time over SDPA flash (log scale; left is faster)", fontsize=9)
+    return _save(figure, stem)
+
+
+def perplexity_figure(results: Perplexities, trained_at: int, stem: Path) -> list[Path]:
+    """Perplexity against length, as PNG and SVG."""
+    plt = _pyplot()
+    import matplotlib
 
     figure, axes = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
     for n, (name, row) in enumerate(results.items()):
@@ -85,8 +130,4 @@ def perplexity_figure(results: Perplexities, trained_at: int, stem: Path) -> lis
     axes.grid(axis="y", color="0.92")
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(frameon=False, loc="outside right upper")
-    paths = [stem.with_suffix(".png"), stem.with_suffix(".svg")]
-    for path in paths:
-        figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
-    plt.close(figure)
-    return paths
+    return _save(figure, stem)

@@ -72,7 +72,7 @@ INTERPRETED = Tiles(Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1, F
 """Small and uneven, so that the interpreter walks every path of the kernels on short texts."""
 
 OVERRIDES: dict[tuple[int, torch.dtype, int], Tiles] = {}
-"""Tiles by (padded head dimension, dtype, kernel) that win over the tables: those of the file that CABLE_TILES names."""
+"""Tiles by (padded head dimension, dtype, kernel) that win over the tables: those of the file CABLE_TILES names."""
 
 
 def load(path: Path) -> None:

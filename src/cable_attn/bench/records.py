@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -44,8 +45,14 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+def latest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of the last commit that was measured."""
+    return [row for row in rows if row.get("commit") == rows[-1].get("commit")]
+
+
 def attention_markdown(rows: list[dict[str, Any]]) -> str:
-    """Milliseconds forward / forward+backward for each shape, and the ratio of CABLE to each peer."""
+    """Milliseconds forward / forward+backward for each shape, and the ratio of CABLE to each peer; the last run."""
+    rows = latest(rows)
     names = list(dict.fromkeys(row["peer"] for row in rows))
     lines = ["| B,H,T,D | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     shapes = list(dict.fromkeys(tuple(row["shape"].values()) for row in rows))
@@ -68,7 +75,8 @@ def attention_markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def pruning_markdown(rows: list[dict[str, Any]]) -> str:
-    """All layers of a model together, by length; milliseconds forward / forward+backward."""
+    """All layers of a model together, by length; milliseconds forward / forward+backward; the last run."""
+    rows = latest(rows)
     lines = ["| tokens | blocks kept | cuDNN, no bias | fused | fused and pruned | cuDNN / pruned |", "|---" * 6 + "|"]
     for tokens in sorted({row["tokens"] for row in rows}):
         layers = [row for row in rows if row["tokens"] == tokens]
@@ -97,6 +105,19 @@ def tuning_markdown(rows: list[dict[str, Any]]) -> str:
             cells.append(f"{same[0]['ms']:.3f} ({'×'.join(map(str, same[0]['tile'][:2]))})" if same else "–")
         lines.append(f"| {','.join(map(str, shape))} | {kernel} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+TABLES = {"attention": attention_markdown, "pruning": pruning_markdown, "tuning": tuning_markdown}
+
+
+def fill(page: str, results: Path) -> str:
+    """A document with each table between ``<!-- NAME -->`` and ``<!-- end -->`` made anew from ``results/NAME.jsonl``."""
+
+    def table(found: re.Match[str]) -> str:
+        name = found.group(1)
+        return f"<!-- {name} -->\n{TABLES[name](read(results / f'{name}.jsonl'))}\n<!-- end -->"
+
+    return re.sub(rf"<!-- ({'|'.join(TABLES)}) -->.*?<!-- end -->", table, page, flags=re.DOTALL)
 
 
 def append(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
@@ -40,22 +41,20 @@ class Problem:
     """A shape's tensors, and the passes as calls that take a tile for one of their kernels."""
 
     def __init__(self, shape: Shape, bias: str):
-        self.numbers: Any = (shape.dim**-0.5, True, 0, 0, BIASES[bias], 0.0)
-        self.tensors: Any = [leaf.detach() for leaf in Inputs.random(shape).leaves]
-        self.upstream = torch.randn_like(self.tensors[0])
+        q, k, v, c, g = (leaf.detach() for leaf in Inputs.random(shape).leaves)
+        numbers: Any = (shape.dim**-0.5, True, 0, 0, BIASES[bias], 0.0)
         self.key = (shape.dim, torch.bfloat16, BIASES[bias])
         self.tiles: Tiles = tiles.tiles_for(*self.key, torch.cuda.get_device_capability())
-        self.outputs: Any = fused._forward(*self.tensors, None, None, *self.numbers)
+        self.forward: Any = partial(fused._forward, q, k, v, c, g, None, None, *numbers)
+        self.backward: Any = partial(
+            fused._backward, torch.randn_like(q), q, k, v, g, None, None, *self.forward(), *numbers, True
+        )
 
     def call(self, kernel: str, tile: Tile) -> None:
         before = tiles.OVERRIDES.get(self.key)
         tiles.OVERRIDES[self.key] = self.tiles._replace(**{kernel: tile})
         try:
-            if kernel == "forward":
-                fused._forward(*self.tensors, None, None, *self.numbers)
-            else:
-                q, k, v, _, g = self.tensors
-                fused._backward(self.upstream, q, k, v, g, None, None, *self.outputs, *self.numbers, True)
+            self.forward() if kernel == "forward" else self.backward()
         finally:
             del tiles.OVERRIDES[self.key]
             if before is not None:
