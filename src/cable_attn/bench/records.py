@@ -111,7 +111,7 @@ TABLES = {"attention": attention_markdown, "pruning": pruning_markdown, "tuning"
 
 
 def fill(page: str, results: Path) -> str:
-    """A document with each table between ``<!-- NAME -->`` and ``<!-- end -->`` made anew from ``results/NAME.jsonl``."""
+    """A document with each table between ``<!-- NAME -->`` and ``<!-- end -->`` made from ``results/NAME.jsonl``."""
 
     def table(found: re.Match[str]) -> str:
         name = found.group(1)

@@ -46,9 +46,8 @@ class Problem:
         self.key = (shape.dim, torch.bfloat16, BIASES[bias])
         self.tiles: Tiles = tiles.tiles_for(*self.key, torch.cuda.get_device_capability())
         self.forward: Any = partial(fused._forward, q, k, v, c, g, None, None, *numbers)
-        self.backward: Any = partial(
-            fused._backward, torch.randn_like(q), q, k, v, g, None, None, *self.forward(), *numbers, True
-        )
+        rest: Any = (*self.forward(), *numbers, True)
+        self.backward: Any = partial(fused._backward, torch.randn_like(q), q, k, v, g, None, None, *rest)
 
     def call(self, kernel: str, tile: Tile) -> None:
         before = tiles.OVERRIDES.get(self.key)
