@@ -180,6 +180,141 @@ def evaluate(
     console.print(table)
 
 
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(help="A recipe's name (see --list), a .toml file, or a run folder.")] = "",
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, like encoding=alibi steps=500.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Run folder; default: runs/RECIPE-ENCODING.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last complete checkpoint.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what the run would be, and stop.")] = False,
+    show: Annotated[bool, typer.Option("--list", help="List the recipes that come with the package.")] = False,
+) -> None:
+    """Pre-train a GPT or BERT with any encoding, from a laptop to many nodes.
+
+    On a laptop, minutes:      cable train gpt-embedded encoding=cable
+    One GPU:                   cable train gpt2-tiny-wikitext103 encoding=alibi
+    Eight GPUs:                torchrun --nproc-per-node 8 -m cable_attn train gpt2-small-fineweb-edu
+    After a crash or a stop:   the same command with --resume
+    """
+    from cable_attn import pretraining
+    from cable_attn import recipe as recipes
+
+    if show or not recipe:
+        console.print("\n".join(recipes.builtin()), highlight=False)
+        return
+    if (Path(recipe) / "recipe.toml").is_file():
+        chosen, folder = pretraining.resumable(Path(recipe), overrides or []), out or Path(recipe)
+    else:
+        chosen = recipes.load(recipe, overrides or [])
+        folder = out or Path("runs") / f"{Path(recipe).stem}-{chosen.model.encoding}"
+    devices = int(os.environ.get("WORLD_SIZE", "1"))
+    plan = pretraining.plan(chosen, devices)
+    leads = int(os.environ.get("RANK", "0")) == 0
+    if leads:
+        model = chosen.model
+        table = Table(show_header=False, title=f"{recipe}: {model.family} {model.preset}, {model.encoding}")
+        for what, value in plan.items():
+            table.add_row(what, f"{value:,}" if isinstance(value, int) else value)
+        console.print(table)
+    if dry_run:
+        return
+    try:
+        _train(chosen, folder, resume, quiet=not leads)
+    except pretraining.Stopped as stopped:
+        console.print(str(stopped), markup=False, highlight=False)
+        raise typer.Exit(128 + 15) from None
+    if leads:
+        console.print(
+            f"Done. The model, its tokenizer and metrics.jsonl are in {folder}", markup=False, highlight=False
+        )
+
+
+def _train(chosen: Any, folder: Path, resume: bool, quiet: bool) -> None:
+    from cable_attn import pretraining
+
+    if quiet:
+        pretraining.run(chosen, folder, resume)
+        return
+    begun: dict[int, float] = {}
+    loss_line = ""
+    with _working() as progress:
+        task = progress.add_task("training", total=chosen.train.steps, what="")
+
+        def watch(step: int, loss: float | None) -> None:
+            nonlocal loss_line
+            loss_line = loss_line if loss is None else f"loss {loss:.3f}"
+            first, since = next(iter(begun.items()), (step, 0.0))
+            begun.setdefault(first, time.monotonic())
+            rate = (step - first) * chosen.train.tokens_per_update / max(time.monotonic() - since, 1e-9) if since else 0
+            progress.update(task, completed=step, what=f"{loss_line}  {rate:,.0f} tokens/s")
+
+        pretraining.run(chosen, folder, resume, watch)
+
+
+data_app = typer.Typer(help="Turn texts into token shards, and check them.")
+app.add_typer(data_app, name="data")
+
+
+@data_app.command(name="prepare")
+def data_prepare(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="embedded, fineweb-edu, fineweb-1b, wikitext-103, a file or folder (.txt .md .jsonl .parquet), "
+            "or a dataset id owner/name."
+        ),
+    ],
+    out: Annotated[Path, typer.Argument(help="Folder for the shards.")],
+    tokenizer: Annotated[
+        str, typer.Option(help="gpt2 or any Hugging Face name or folder, tiktoken, or bpe:SIZE to learn one.")
+    ] = "gpt2",
+    column: Annotated[str, typer.Option(help="Where the text is in JSONL, parquet or a dataset.")] = "text",
+    held_out: Annotated[
+        float | None, typer.Option(help="Share of documents for validation, if the source has no such split.")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Stop after so many tokens of each split.")] = None,
+    shard_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a shard.")] = 100_000_000,
+) -> None:
+    """Tokenize a source into memory-mapped shards with a manifest. Stop it at any time: the same command goes on.
+
+    Example: `cable data prepare wikitext-103 data/wikitext-103`, or `cable data prepare my-texts/ data/mine
+    --tokenizer bpe:8192`.
+    """
+    from cable_attn.data.shards import Request, prepare
+    from cable_attn.data.sources import open_source
+    from cable_attn.data.tokenizers import find_tokenizer
+
+    streams = open_source(source, column, held_out)
+    chosen = find_tokenizer(tokenizer, next(iter(streams.values()))(0))
+    begun, written = time.monotonic(), 0
+    with _working() as progress:
+        tasks = {split: progress.add_task(split, total=tokens, start=False, what="waiting") for split in streams}
+
+        def tell(split: str, count: int) -> None:
+            nonlocal written
+            written += count
+            progress.start_task(tasks[split])
+            rate = written / max(time.monotonic() - begun, 1e-9) / 1e6
+            progress.update(tasks[split], advance=count, what=f"{rate:.2f}M tokens/s")
+
+        manifest = prepare(out, Request(source, tokenizer, tokens, shard_tokens), streams, chosen, tell)
+    table = Table("split", "tokens", "documents", "shards", title=str(out))
+    for split, entry in manifest["splits"].items():
+        table.add_row(split, f"{entry['tokens']:,}", f"{entry['documents']:,}", str(len(entry["shards"])))
+    console.print(table)
+
+
+@data_app.command(name="verify")
+def data_verify(folder: Annotated[Path, typer.Argument(help="A folder of cable data prepare.")]) -> None:
+    """Check every shard's size and hash against the manifest."""
+    from cable_attn.data.shards import verify
+
+    wrong = verify(folder, lambda name: console.print(name, highlight=False))
+    if wrong:
+        raise CableError("; ".join(wrong) + ".")
+    console.print("All shards are whole.")
+
+
 bench_app = typer.Typer(help="Measure speed and memory beside the peers, behind a correctness gate.")
 app.add_typer(bench_app, name="bench")
 
@@ -198,7 +333,8 @@ def bench_attention(
     Needs a GPU. Prints GPU times in milliseconds and adds a JSON line for each row, with commit, GPU and versions.
     """
     from cable_attn.bench import attention as bench
-    from cable_attn.bench.records import append, environment
+    from cable_attn.bench.records import append
+    from cable_attn.environment import environment
 
     wanted = _shapes(shapes) if shapes else bench.SHAPES
     around = environment()
@@ -253,8 +389,9 @@ def bench_pruning(
     import numpy as np
 
     from cable_attn.bench import pruning as bench
-    from cable_attn.bench.records import append, environment, pruning_markdown
+    from cable_attn.bench.records import append, pruning_markdown
     from cable_attn.data import encode, read_texts
+    from cable_attn.environment import environment
     from cable_attn.models.loading import load_causal_lm, load_model
 
     if text.suffix == ".npy":

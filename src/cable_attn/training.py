@@ -59,7 +59,7 @@ def train(
         dataloader_pin_memory=False,
     )
     set_seed(settings.seed)
-    trainer = _Trainer(model=model, args=args, train_dataset=windows, callbacks=[_Progress(on_step)])
+    trainer = DecayingTrainer(model=model, args=args, train_dataset=windows, callbacks=[_Progress(on_step)])
     trainer.remove_callback(PrinterCallback)
     trainer.train(resume_from_checkpoint=last_complete_checkpoint(folder))
     return [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -82,7 +82,9 @@ def decayed_parameters(model: nn.Module) -> list[str]:
     return [name for name, value in model.named_parameters() if value.dim() >= 2 and name not in spared]
 
 
-class _Trainer(Trainer):
+class DecayingTrainer(Trainer):
+    """Weight decay where the paper has it."""
+
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         return decayed_parameters(model)
 

@@ -13,10 +13,15 @@ from cable_attn.data.corpus import Document
 from cable_attn.errors import CableError
 
 END_OF_TEXT = "<|endoftext|>"
+MASK = "<|mask|>"
 
 
-def train_bpe(documents: list[Document], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE like GPT-2's, learned from the documents; about a second for a few megabytes."""
+def train_bpe(documents: list[Document], vocab_size: int, mask: bool = False) -> PreTrainedTokenizerFast:
+    """A byte-level BPE like GPT-2's, learned from the documents; about a second for a few megabytes.
+
+    mask: with a token for masked language modelling.
+    """
+    special = [MASK] if mask else []
     smallest = len(pre_tokenizers.ByteLevel.alphabet()) + 1
     if vocab_size < smallest:
         raise CableError(f"a byte-level vocabulary needs at least {smallest} entries, got vocab_size={vocab_size}.")
@@ -25,13 +30,17 @@ def train_bpe(documents: list[Document], vocab_size: int) -> PreTrainedTokenizer
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=[END_OF_TEXT, *special],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator((document.text for document in documents), trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        mask_token=MASK if mask else None,
     )
 
 

@@ -1,0 +1,215 @@
+"""Token shards on disk: written once, memory-mapped ever after.
+
+A folder holds ``manifest.json``, ``SPLIT-00000.bin`` (token ids, uint16 or uint32, little-endian, each document after
+a separator) and ``SPLIT-00000.documents.npy`` (where each document begins in its shard). The manifest tells tokenizer,
+counts and hashes. It is written anew after each shard, so that a run that was cut off goes on from there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cable_attn.data.corpus import Document
+from cable_attn.data.sources import Stream
+from cable_attn.data.tokenizers import TextTokenizer
+from cable_attn.errors import CableError, require_known
+from cable_attn.files import read_json, write_atomically, write_json
+
+MANIFEST = "manifest.json"
+SHARD_TOKENS = 100_000_000
+BATCH = 256
+"""Documents tokenized at a time; the tokenizers use all cores for a batch."""
+LATEST = 1
+
+OnTokens = Callable[[str, int], None]
+"""``tell(split, tokens)`` as tokens are written."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a folder of shards was asked to hold; another request never mixes with it."""
+
+    source: str
+    tokenizer: str
+    tokens: int | None = None
+    """Stop after so many tokens of each split."""
+    shard_tokens: int = SHARD_TOKENS
+
+
+def prepare(
+    folder: Path, request: Request, streams: dict[str, Stream], tokenizer: TextTokenizer, tell: OnTokens | None = None
+) -> dict[str, Any]:
+    """Write the shards that are not there yet; the manifest."""
+    folder.mkdir(parents=True, exist_ok=True)
+    manifest = _begin(folder, request, tokenizer)
+    for split, stream in streams.items():
+        entry = manifest["splits"].setdefault(split, {"tokens": 0, "documents": 0, "shards": [], "complete": False})
+        if entry["complete"]:
+            continue
+        for shard, documents in _cut(stream(entry["documents"]), entry["tokens"], request, tokenizer, split, tell):
+            if len(shard):
+                entry["shards"].append(_write_shard(folder, split, len(entry["shards"]), shard, documents))
+                entry["tokens"] += len(shard)
+                entry["documents"] += len(documents)
+                write_json(folder / MANIFEST, manifest)
+        entry["complete"] = True
+        write_json(folder / MANIFEST, manifest)
+    empty = [split for split in streams if not manifest["splits"][split]["tokens"]]
+    if "train" in empty or len(empty) == len(streams):
+        raise CableError(f"source {request.source!r} has no text for {', '.join(empty)}.")
+    return manifest
+
+
+def _begin(folder: Path, request: Request, tokenizer: TextTokenizer) -> dict[str, Any]:
+    asked = {"source": request.source, "tokens": request.tokens, "shard_tokens": request.shard_tokens}
+    described = {"name": request.tokenizer, "vocab_size": tokenizer.vocab_size, "separator": tokenizer.separator}
+    if (folder / MANIFEST).exists():
+        manifest = read_manifest(folder)
+        if manifest["request"] != asked or manifest["tokenizer"] != described:
+            raise CableError(
+                f"{str(folder)!r} holds tokens of another request ({manifest['request']['source']!r} with tokenizer "
+                f"{manifest['tokenizer']['name']!r}). Choose another folder, or delete this one."
+            )
+        return manifest
+    if any(folder.iterdir()):
+        raise CableError(f"{str(folder)!r} is not empty and holds no {MANIFEST}. Choose another folder.")
+    tokenizer.save(folder / "tokenizer")
+    dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
+    manifest = {"version": LATEST, "request": asked, "tokenizer": described, "dtype": dtype, "splits": {}}
+    write_json(folder / MANIFEST, manifest)
+    return manifest
+
+
+def _cut(
+    documents: Iterator[Document],
+    already: int,
+    request: Request,
+    tokenizer: TextTokenizer,
+    split: str,
+    tell: OnTokens | None,
+) -> Iterator[tuple[np.ndarray, list[int]]]:
+    """Whole documents gathered into shards: the tokens, and where documents begin."""
+    separator = np.asarray([] if tokenizer.separator is None else [tokenizer.separator], dtype=np.uint32)
+    parts: list[np.ndarray] = []
+    begins: list[int] = []
+    size, left = 0, None if request.tokens is None else request.tokens - already
+    while batch := list(islice(documents, BATCH)):
+        for row in tokenizer.encode([document.text for document in batch]):
+            if left is not None and left <= 0:
+                break
+            row = np.concatenate([separator, row])[:left]
+            begins.append(size)
+            parts.append(row)
+            size += len(row)
+            left = None if left is None else left - len(row)
+            if tell is not None:
+                tell(split, len(row))
+            if size >= request.shard_tokens:
+                yield np.concatenate(parts), begins
+                parts, begins, size = [], [], 0
+        if left is not None and left <= 0:
+            break
+    yield np.concatenate([np.zeros(0, np.uint32), *parts]), begins
+
+
+def _write_shard(folder: Path, split: str, number: int, tokens: np.ndarray, begins: list[int]) -> dict[str, Any]:
+    name = f"{split}-{number:05d}"
+    dtype = read_manifest(folder)["dtype"]
+    content = tokens.astype(np.dtype(dtype).newbyteorder("<")).tobytes()
+    buffer = io.BytesIO()
+    np.save(buffer, np.asarray(begins, dtype=np.int64))
+    write_atomically(folder / f"{name}.documents.npy", buffer.getvalue())
+    write_atomically(folder / f"{name}.bin", content)
+    return {
+        "file": f"{name}.bin",
+        "tokens": len(tokens),
+        "documents": len(begins),
+        "sha256": hashlib.sha256(content).hexdigest(),
+    }
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise CableError(f"no prepared tokens in {str(folder)!r}. Make them: cable data prepare SOURCE {folder}")
+    manifest: dict[str, Any] = read_json(path)
+    if manifest.get("version") != LATEST:
+        raise CableError(f"{path}: version {manifest.get('version')} is not known here (known: {LATEST}).")
+    return manifest
+
+
+def verify(folder: Path, tell: Callable[[str], None] | None = None) -> list[str]:
+    """The shards that are missing, cut off or altered, each with what is wrong."""
+    manifest = read_manifest(folder)
+    wrong = []
+    for split, entry in manifest["splits"].items():
+        if not entry["complete"]:
+            wrong.append(f"{split}: not complete, run cable data prepare again")
+        for shard in entry["shards"]:
+            if tell is not None:
+                tell(shard["file"])
+            problem = _size_problem(folder, shard, manifest["dtype"])
+            if problem is None and _sha256(folder / shard["file"]) != shard["sha256"]:
+                problem = f"{shard['file']}: altered, its hash is not that of the manifest"
+            if problem is not None:
+                wrong.append(problem)
+    return wrong
+
+
+def _size_problem(folder: Path, shard: dict[str, Any], dtype: str) -> str | None:
+    path, expected = folder / shard["file"], shard["tokens"] * np.dtype(dtype).itemsize
+    if not path.is_file():
+        return f"{shard['file']}: missing"
+    if path.stat().st_size != expected:
+        return f"{shard['file']}: has {path.stat().st_size} bytes, {expected} are expected"
+    return None
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class Tokens:
+    """A split as one long row of tokens, memory-mapped."""
+
+    def __init__(self, folder: Path, split: str):
+        manifest = read_manifest(folder)
+        require_known("split", split, manifest["splits"])
+        entry = manifest["splits"][split]
+        for shard in entry["shards"]:
+            if problem := _size_problem(folder, shard, manifest["dtype"]):
+                raise CableError(f"{str(folder)!r}: {problem}. Delete the folder and prepare it again.")
+        dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
+        self.vocab_size: int = manifest["tokenizer"]["vocab_size"]
+        self.manifest_hash = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
+        self.parts = [np.memmap(folder / shard["file"], dtype=dtype, mode="r") for shard in entry["shards"]]
+        self.starts = np.cumsum([0, *(len(part) for part in self.parts)])
+        files = [folder / shard["file"].replace(".bin", ".documents.npy") for shard in entry["shards"]]
+        begins = [np.load(file) + start for file, start in zip(files, self.starts)]
+        self.document_starts = np.concatenate([np.zeros(0, np.int64), *begins])
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def slice(self, start: int, stop: int) -> np.ndarray:
+        """Tokens start … stop as int64, also across shards."""
+        first = int(np.searchsorted(self.starts, start, side="right")) - 1
+        pieces = []
+        while start < stop:
+            part, offset = self.parts[first], start - self.starts[first]
+            pieces.append(part[offset : offset + stop - start].astype(np.int64))
+            start, first = start + len(pieces[-1]), first + 1
+        return np.concatenate(pieces) if len(pieces) != 1 else pieces[0]
+
+    def document_ids(self, start: int, stop: int) -> np.ndarray:
+        """For each token the number of its document."""
+        return np.searchsorted(self.document_starts, np.arange(start, stop), side="right") - 1

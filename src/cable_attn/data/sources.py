@@ -1,0 +1,170 @@
+"""Where texts come from: the embedded corpus, local files, or a dataset of the Hugging Face hub."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from cable_attn.data.corpus import EMBEDDED, Document, embedded_corpus
+from cable_attn.errors import CableError, require_known
+
+READABLE = (".txt", ".md", ".jsonl", ".parquet")
+
+
+@dataclass(frozen=True)
+class HubDataset:
+    """A dataset by short name, and how its splits are taken."""
+
+    id: str
+    config: str | None
+    splits: dict[str, str]
+    """Our split → the dataset's."""
+    held_out: float = 0.0
+    """The share of documents of the one split that goes to validation."""
+
+
+HUB = {
+    "fineweb-edu": HubDataset("HuggingFaceFW/fineweb-edu", "sample-10BT", {"train": "train"}, held_out=0.01),
+    "fineweb-1b": HubDataset("HuggingFaceFW/fineweb", "sample-10BT", {"test": "train"}),
+    "wikitext-103": HubDataset(
+        "Salesforce/wikitext", "wikitext-103-raw-v1", {"train": "train", "validation": "validation", "test": "test"}
+    ),
+}
+"""fineweb-edu gives the paper's 9.9B/0.1B tokens; fineweb-1b is cut with --tokens 1000000000."""
+
+Stream = Callable[[int], Iterator[Document]]
+"""``stream(n)``: the documents from the n-th on, always in the same order."""
+
+
+def open_source(name: str, column: str = "text", held_out: float | None = None) -> dict[str, Stream]:
+    """Split → stream of documents.
+
+    name: ``embedded``, a short name (HUB), a file or folder (.txt, .md, .jsonl, .parquet), or a dataset ``owner/name``.
+    held_out: the share of documents for validation where the source has no such split; every so-manieth document.
+    """
+    if name == "embedded":
+        return {split: _embedded(split) for split in EMBEDDED}
+    if name in HUB:
+        return _hub_streams(HUB[name], column, held_out)
+    path = Path(name)
+    if path.exists():
+        return _hold_out(_skip(lambda: _local(path, column)), 0.01 if held_out is None else held_out)
+    if name.count("/") == 1 and not name.startswith((".", "/")):
+        return _hub_streams(HubDataset(name, None, {"train": "train"}, 0.01), column, held_out)
+    require_known("source", name, ["embedded", *HUB, "a file or folder", "a dataset id owner/name"])
+    raise AssertionError
+
+
+def _embedded(split: str) -> Stream:
+    return _skip(lambda: iter(embedded_corpus(split)))
+
+
+def _skip(documents: Callable[[], Iterator[Document]]) -> Stream:
+    return lambda start: islice(documents(), start, None)
+
+
+def _hold_out(stream: Stream, share: float) -> dict[str, Stream]:
+    """Every k-th document is held out, so that no split needs to know how many there are."""
+    if not 0 <= share < 1:
+        raise CableError(f"held_out must be at least 0 and below 1, got {share}.")
+    if share == 0:
+        return {"train": stream}
+    every = max(round(1 / share), 2)
+
+    def part(held: bool) -> Stream:
+        def documents() -> Iterator[Document]:
+            return (d for n, d in enumerate(stream(0)) if (n % every == every - 1) == held)
+
+        return _skip(documents)
+
+    return {"train": part(False), "validation": part(True)}
+
+
+def _local(path: Path, column: str) -> Iterator[Document]:
+    paths = sorted(p for p in path.rglob("*") if p.suffix in READABLE) if path.is_dir() else [path]
+    if not paths:
+        raise CableError(f"folder {str(path)!r} has no file of a kind that can be read: {', '.join(READABLE)}.")
+    for file in paths:
+        if file.suffix == ".jsonl":
+            yield from _jsonl(file, column)
+        elif file.suffix == ".parquet":
+            yield from _parquet(file, column)
+        else:
+            yield Document(file.name, _utf8(file))
+
+
+def _utf8(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CableError(f"{str(path)!r} is not UTF-8 (byte {error.start}). Convert it, or leave it out.") from error
+    except OSError as error:
+        raise CableError(f"cannot read {str(path)!r}: {error.strerror}.") from error
+
+
+def _jsonl(path: Path, column: str) -> Iterator[Document]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise CableError(f"{path}, line {number}: not JSON ({error}).") from error
+            yield Document(f"{path.name}:{number}", _text(row, column, f"{path}, line {number}"))
+
+
+def _parquet(path: Path, column: str) -> Iterator[Document]:
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        raise CableError("parquet files need pyarrow: pip install 'cable-attn[data]'.") from error
+    number = 0
+    for batch in parquet.ParquetFile(path).iter_batches():
+        for row in batch.to_pylist():
+            number += 1
+            yield Document(f"{path.name}:{number}", _text(row, column, f"{path}, row {number}"))
+
+
+def _text(row: Any, column: str, where: str) -> str:
+    if not isinstance(row, dict) or not isinstance(row.get(column), str):
+        found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+        raise CableError(f"{where}: no text in column {column!r} (found: {found}). Name it with --column.")
+    return str(row[column])
+
+
+def _hub_streams(dataset: HubDataset, column: str, held_out: float | None) -> dict[str, Stream]:
+    streams = {ours: _hub_stream(dataset, theirs, column) for ours, theirs in dataset.splits.items()}
+    if "train" in streams and "validation" not in streams:
+        share = dataset.held_out if held_out is None else held_out
+        streams |= _hold_out(streams["train"], share)
+    return streams
+
+
+def _hub_stream(dataset: HubDataset, split: str, column: str) -> Stream:
+    def stream(start: int) -> Iterator[Document]:
+        rows = _load(dataset, split)
+        for n, row in enumerate(rows.skip(start) if start else rows, start):
+            yield Document(f"{dataset.id}:{split}:{n}", _text(row, column, f"{dataset.id}, row {n}"))
+
+    return stream
+
+
+def _load(dataset: HubDataset, split: str) -> Any:
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise CableError("datasets of the hub need the package datasets: pip install 'cable-attn[data]'.") from error
+    try:
+        return load_dataset(dataset.id, dataset.config, split=split, streaming=True)
+    except Exception as error:  # the hub's errors are many and say little
+        where = f"https://huggingface.co/datasets/{dataset.id}"
+        what = f"config {dataset.config!r}, " if dataset.config else ""
+        raise CableError(
+            f"dataset {dataset.id!r} ({what}split {split!r}) cannot be read: {type(error).__name__}. "
+            f"Without a network, fetch its parquet files from {where} and give their folder as the source."
+        ) from error

@@ -1,0 +1,89 @@
+"""From token shards to training samples, the same for every number of processes, and resumable at any of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from cable_attn.data.shards import Tokens
+from cable_attn.errors import CableError
+
+IGNORED = -100
+
+
+class TokenWindows(Dataset):
+    """Non-overlapping windows of a split. ``separate``: with ``document_ids``, and no document predicts the next."""
+
+    def __init__(self, tokens: Tokens, length: int, separate: bool = False):
+        if len(tokens) < length:
+            raise CableError(f"the split has {len(tokens)} tokens, fewer than one window of {length}.")
+        self.tokens, self.length, self.separate = tokens, length, separate
+
+    def __len__(self) -> int:
+        return len(self.tokens) // self.length
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        start = index * self.length
+        ids = torch.from_numpy(self.tokens.slice(start, start + self.length))
+        sample = {"input_ids": ids, "labels": ids}
+        if self.separate:
+            documents = torch.from_numpy(self.tokens.document_ids(start, start + self.length))
+            begins = torch.ones_like(documents, dtype=torch.bool)
+            begins[1:] = documents[1:] != documents[:-1]
+            sample = {"input_ids": ids, "labels": ids.masked_fill(begins, IGNORED), "document_ids": documents}
+        return sample
+
+
+class Order(Dataset):
+    """All samples of a run in their order: epoch after epoch, each window once an epoch, shuffled by the seed.
+
+    A sample's place says everything about it, so a run resumes at the exact sample by skipping places.
+    """
+
+    def __init__(self, windows: Dataset, seed: int, samples: int):
+        self.windows, self.seed, self.samples = windows, seed, samples
+        self._epoch, self._permutation = -1, np.zeros(0, np.int64)
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def window(self, place: int) -> int:
+        count = len(self.windows)  # type: ignore[arg-type]
+        epoch, place = divmod(place, count)
+        if epoch != self._epoch:
+            generator = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
+            self._epoch, self._permutation = epoch, generator.permutation(count)
+        return int(self._permutation[place])
+
+    def __getitem__(self, place: int) -> dict[str, Tensor]:
+        return self.windows[self.window(place)]
+
+
+class Masked(Dataset):
+    """Masked-token samples of a dataset: 80 % of the chosen tokens masked, 10 % random, 10 % kept.
+
+    The choice depends on the seed and the sample's place only, so that a resumed run sees the same.
+    """
+
+    def __init__(self, samples: Dataset, tokenizer: Any, share: float, seed: int):
+        from transformers import DataCollatorForLanguageModeling
+
+        if tokenizer.mask_token_id is None:
+            raise CableError("masked language modelling needs a tokenizer with a mask token, and this one has none.")
+        self.samples, self.seed = samples, seed
+        self.collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=share)
+        self.special = torch.tensor(sorted(tokenizer.all_special_ids))
+
+    def __len__(self) -> int:
+        return len(self.samples)  # type: ignore[arg-type]
+
+    def __getitem__(self, place: int) -> dict[str, Tensor]:
+        sample = dict(self.samples[place])
+        self.collator.generator = torch.Generator().manual_seed(self.seed * 1_000_003 + place)
+        ids = sample["input_ids"][None].clone()
+        masked, labels = self.collator.torch_mask_tokens(ids, torch.isin(ids, self.special))
+        return {**sample, "input_ids": masked[0], "labels": labels[0]}

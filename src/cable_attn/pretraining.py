@@ -1,0 +1,373 @@
+"""``cable train``: a recipe's run on Hugging Face's Trainer, resumable at any moment.
+
+A run folder holds the resolved ``recipe.toml``, ``environment.json``, ``metrics.jsonl``, ``checkpoints/`` and, when it
+is done, the model and its tokenizer, ready for ``from_pretrained``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset, SequentialSampler, Subset
+from transformers import PreTrainedModel, TrainerCallback, TrainingArguments, set_seed
+
+from cable_attn.data.shards import Request, Tokens, prepare
+from cable_attn.data.sources import open_source
+from cable_attn.data.tokenizers import find_tokenizer, load_tokenizer
+from cable_attn.data.windows import Masked, Order, TokenWindows
+from cable_attn.environment import environment
+from cable_attn.errors import CableError
+from cable_attn.files import writable_folder, write_atomically, write_json
+from cable_attn.models import CableBertConfig, CableBertForMaskedLM, CableGPTConfig, CableGPTForCausalLM
+from cable_attn.recipe import Recipe, load, to_toml
+from cable_attn.training import DecayingTrainer, last_complete_checkpoint
+
+FREE = ("train.workers", "train.report_to", "train.keep", "train.log_every", "train.eval_every", "train.save_every")
+"""What a resumed run may change: nothing of it touches the losses."""
+
+Watcher = Callable[[int, float | None], None]
+"""``watch(step, loss)`` after each update; the loss is None between two log lines."""
+
+
+class Stopped(Exception):
+    """The run was asked to stop, and has saved."""
+
+
+@dataclass(frozen=True)
+class Data:
+    train: Dataset
+    validation: Dataset | None
+    tokenizer: Any
+    tokens: int
+    manifest: str
+
+
+def make_model(recipe: Recipe) -> PreTrainedModel:
+    part, length = recipe.model, recipe.data.length
+    config_class, model_class = (
+        (CableGPTConfig, CableGPTForCausalLM) if part.family == "gpt" else (CableBertConfig, CableBertForMaskedLM)
+    )
+    try:
+        config = config_class.preset(
+            part.preset,
+            **{
+                "encoding": part.encoding,
+                "encoding_options": part.encoding_options or None,
+                "vocab_size": part.vocab_size,
+                "max_position_embeddings": length,
+                **part.overrides,
+            },
+        )
+    except TypeError as error:
+        raise CableError(f"model.overrides: {error}") from error
+    return model_class(config)
+
+
+def load_data(recipe: Recipe, folder: Path) -> Data:
+    path = Path(recipe.data.path)
+    if recipe.data.path == "embedded":
+        path = folder / "data"
+        _prepare_embedded(path, recipe.model.vocab_size)
+    split = Tokens(path, "train")
+    if split.vocab_size > recipe.model.vocab_size:
+        raise CableError(
+            f"{str(path)!r} has a vocabulary of {split.vocab_size}, model.vocab_size is {recipe.model.vocab_size}."
+        )
+    tokenizer = load_tokenizer(str(path / "tokenizer")) if (path / "tokenizer").is_dir() else None
+    samples = recipe.windows_per_update * recipe.train.steps
+    windows = TokenWindows(split, recipe.data.length, recipe.data.separate_documents)
+    train: Dataset = Order(windows, recipe.train.seed, samples)
+    validation = _validation(recipe, path)
+    if recipe.model.family == "bert":
+        train = Masked(train, tokenizer, recipe.train.masked, recipe.train.seed)
+        validation = validation and Masked(validation, tokenizer, recipe.train.masked, recipe.train.seed + 1)
+    return Data(train, validation, tokenizer, len(split), split.manifest_hash)
+
+
+def _prepare_embedded(path: Path, vocab_size: int) -> None:
+    """Made by one process; the others find it done."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        name = f"bpe:{vocab_size}"
+        streams = open_source("embedded")
+        prepare(path, Request("embedded", name), streams, find_tokenizer(name, streams["train"](0)))
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _validation(recipe: Recipe, path: Path) -> Dataset | None:
+    try:
+        windows = TokenWindows(Tokens(path, "validation"), recipe.data.length, recipe.data.separate_documents)
+    except CableError:
+        return None
+    return Subset(windows, range(min(recipe.train.eval_windows, len(windows))))
+
+
+def plan(recipe: Recipe, devices: int = 1) -> dict[str, Any]:
+    """What a run would be, without training."""
+    with torch.device("meta"):
+        model = make_model(recipe)
+    parameters = sum(p.numel() for p in model.parameters())
+    config, micro = model.config, recipe.train.micro_batch * recipe.data.length
+    half = 2 if recipe.train.precision != "fp32" else 4
+    activations = micro * config.num_hidden_layers * config.hidden_size * 17 * half
+    logits = micro * config.vocab_size * (half + 8)
+    return {
+        "parameters": parameters,
+        "tokens per update": recipe.train.tokens_per_update,
+        "updates": recipe.train.steps,
+        "tokens in all": recipe.train.tokens_per_update * recipe.train.steps,
+        "micro batches to an update": recipe.accumulate(devices),
+        "devices": devices,
+        "memory per device, about": f"{(parameters * 16 + activations + logits) / 2**20:,.0f} MiB",
+    }
+
+
+def run(recipe: Recipe, folder: Path, resume: bool = False, watch: Watcher | None = None) -> dict[str, float]:
+    """Train; the last metrics. Raises :class:`Stopped` after a SIGTERM, when all is saved."""
+    _claim(folder, recipe, resume)
+    checkpoints = folder / "checkpoints"
+    arguments = _arguments(recipe, checkpoints)
+    data = load_data(recipe, folder)
+    set_seed(recipe.train.seed)
+    model = make_model(recipe)
+    with _stop_on_sigterm() as asked:
+        callbacks = [_Stop(asked), _Metrics(folder / "metrics.jsonl", recipe, watch)]
+        trainer = _PretrainTrainer(
+            model=model, args=arguments, train_dataset=data.train, eval_dataset=data.validation, callbacks=callbacks
+        )
+        trainer.windows_per_update = recipe.windows_per_update
+        _quiet(trainer)
+        if trainer.is_world_process_zero():
+            write_json(folder / "environment.json", {**environment(), "data": data.manifest, "tokens": data.tokens})
+        trainer.train(resume_from_checkpoint=last_complete_checkpoint(checkpoints) if resume else None)
+    trainer.require_finite()
+    if asked:
+        raise Stopped(f"stopped at step {trainer.state.global_step}, saved. Go on with: cable train … --resume")
+    _save_model(trainer, data.tokenizer, folder)
+    return {key: value for entry in trainer.state.log_history[-2:] for key, value in entry.items()}
+
+
+def _claim(folder: Path, recipe: Recipe, resume: bool) -> None:
+    """A run folder belongs to one recipe."""
+    path = folder / "recipe.toml"
+    if int(os.environ.get("RANK", "0")) != 0:
+        return
+    if path.exists() and not resume:
+        raise CableError(f"{str(folder)!r} holds a run. Add --resume to go on with it, or choose another with --out.")
+    if resume and not path.exists():
+        raise CableError(f"{str(folder)!r} holds no run to resume. Leave --resume out to begin one.")
+    if resume:
+        changed = _changes(path, recipe)
+        if changed:
+            raise CableError(f"the run in {str(folder)!r} has another recipe: {'; '.join(changed)}.")
+    writable_folder(folder)
+    write_atomically(path, to_toml(recipe))
+
+
+def _changes(path: Path, recipe: Recipe) -> list[str]:
+    before, now = asdict(load(str(path))), asdict(recipe)
+    return [
+        f"{part}.{key} was {before[part][key]!r} and is {now[part][key]!r}"
+        for part in now
+        for key in now[part]
+        if before[part][key] != now[part][key] and f"{part}.{key}" not in FREE
+    ]
+
+
+def resumable(folder: Path, overrides: list[str]) -> Recipe:
+    """The recipe of a run folder."""
+    return load(str(folder / "recipe.toml"), overrides)
+
+
+def _arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
+    part, cuda = recipe.train, torch.cuda.is_available()
+    devices = int(os.environ.get("WORLD_SIZE", "1"))
+    precision = part.precision
+    if precision == "auto":
+        precision = "bf16" if cuda and torch.cuda.is_bf16_supported() else "fp32"
+    return TrainingArguments(
+        output_dir=str(folder),
+        max_steps=part.steps,
+        per_device_train_batch_size=part.micro_batch,
+        per_device_eval_batch_size=part.micro_batch,
+        gradient_accumulation_steps=recipe.accumulate(devices),
+        learning_rate=part.learning_rate,
+        lr_scheduler_type="cosine_with_min_lr",
+        lr_scheduler_kwargs={"min_lr": part.lowest_learning_rate},
+        warmup_steps=part.warmup_steps,
+        weight_decay=part.weight_decay,
+        adam_beta1=part.betas[0],
+        adam_beta2=part.betas[1],
+        max_grad_norm=part.clip,
+        optim="adamw_torch_fused" if cuda else "adamw_torch",
+        bf16=precision == "bf16",
+        fp16=precision == "fp16",
+        tf32=True if cuda else None,
+        torch_compile=part.compile and cuda,
+        seed=part.seed,
+        logging_steps=part.log_every,
+        logging_first_step=True,
+        logging_nan_inf_filter=False,
+        eval_strategy="steps",
+        eval_steps=part.eval_every,
+        prediction_loss_only=True,
+        save_steps=part.save_every,
+        save_total_limit=part.keep,
+        report_to=part.report_to or "none",
+        disable_tqdm=True,
+        dataloader_num_workers=part.workers,
+        dataloader_pin_memory=cuda,
+        dataloader_persistent_workers=part.workers > 0,
+        ddp_find_unused_parameters=False,
+        remove_unused_columns=False,
+    )
+
+
+class _PretrainTrainer(DecayingTrainer):
+    """Samples in their order, and never a step further than the loss is finite."""
+
+    windows_per_update = 0
+
+    @property
+    def checkpoints(self) -> Path:
+        return Path(str(self.args.output_dir))
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
+        found: Any = train_dataset if train_dataset is not None else self.train_dataset
+        return SequentialSampler(found)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        # Noted on the device and looked at when the host waits anyway.
+        if not hasattr(self, "bad_step"):
+            self.bad_step = torch.full((), -1, device=loss.device, dtype=torch.long)
+        found = (self.bad_step < 0) & ~torch.isfinite(loss.detach())
+        self.bad_step = torch.where(found, self.state.global_step, self.bad_step)
+        return loss
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        if self.control.should_log or self.control.should_save or self.control.should_evaluate:
+            self.require_finite()
+        return super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def require_finite(self) -> None:
+        step = int(getattr(self, "bad_step", -1))
+        if step < 0:
+            return
+        order: Any = self.train_dataset
+        order = order if isinstance(order, Order) else order.samples
+        first = step * self.windows_per_update
+        numbers = [order.window(place) for place in range(first, first + self.windows_per_update)]
+        shown = ", ".join(map(str, numbers[:8])) + (", …" if len(numbers) > 8 else "")
+        raise CableError(
+            f"the loss is not finite at step {step + 1} (windows {shown}). The last good checkpoint: "
+            f"{last_complete_checkpoint(self.checkpoints) or 'none'}. A lower learning rate or more warm-up helps "
+            "most often."
+        )
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super()._save_checkpoint(*args, **kwargs)
+        except Exception as error:  # a full disk comes as OSError, RuntimeError or SafetensorError
+            raise CableError(
+                f"the checkpoint of step {self.state.global_step} could not be written ({error}). What was saved "
+                f"before is untouched: {last_complete_checkpoint(self.checkpoints) or 'nothing yet'}."
+            ) from error
+
+
+class _Stop(TrainerCallback):
+    """After a SIGTERM: save and stop, all processes at the same step."""
+
+    def __init__(self, asked: list[int]):
+        self.asked = asked
+
+    def on_step_end(self, args, state, control, **kwargs):  # type: ignore[no-untyped-def]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            flag = torch.tensor(len(self.asked), device=args.device)
+            dist.all_reduce(flag)
+            self.asked.extend([signal.SIGTERM] * (int(flag) - len(self.asked)))
+        if self.asked:
+            control.should_save = control.should_training_stop = True
+
+
+class _Metrics(TrainerCallback):
+    """metrics.jsonl: a line for each log entry, none twice after a resumed run."""
+
+    def __init__(self, path: Path, recipe: Recipe, watch: Watcher | None):
+        self.path, self.recipe, self.watch = path, recipe, watch
+        self.started, self.first_step = time.monotonic(), 0
+
+    def on_train_begin(self, args, state, control, **kwargs):  # type: ignore[no-untyped-def]
+        self.started, self.first_step = time.monotonic(), state.global_step
+        if state.is_world_process_zero and self.path.exists():
+            lines = self.path.read_text(encoding="utf-8").splitlines()
+            kept = [line for line in map(_parsed, lines) if line and line["step"] <= state.global_step]
+            write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def on_step_end(self, args, state, control, **kwargs):  # type: ignore[no-untyped-def]
+        if self.watch is not None:
+            self.watch(state.global_step, None)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):  # type: ignore[no-untyped-def]
+        if not logs or not state.is_world_process_zero:
+            return
+        per_update = self.recipe.train.tokens_per_update
+        done = (state.global_step - self.first_step) * per_update
+        line = {"step": state.global_step, "tokens": state.global_step * per_update, **logs}
+        line["tokens_per_second"] = round(done / max(time.monotonic() - self.started, 1e-9))
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        if self.watch is not None and "loss" in logs:
+            self.watch(state.global_step, float(logs["loss"]))
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    try:
+        return dict(json.loads(line))
+    except ValueError:  # cut off in the middle
+        return None
+
+
+@contextmanager
+def _stop_on_sigterm() -> Iterator[list[int]]:
+    asked: list[int] = []
+    try:
+        before = signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    except ValueError:  # not in the main thread
+        yield asked
+        return
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _quiet(trainer: Any) -> None:
+    from transformers import PrinterCallback
+
+    trainer.remove_callback(PrinterCallback)
+
+
+def _save_model(trainer: Any, tokenizer: Any, folder: Path) -> None:
+    """The finished model beside the recipe, file by file, each whole."""
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".model.") as partial:
+        trainer.save_model(partial)
+        if not trainer.is_world_process_zero():
+            return
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
+        for file in sorted(Path(partial).iterdir()):
+            if file.name != "training_args.bin":
+                shutil.move(str(file), folder / file.name)

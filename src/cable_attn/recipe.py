@@ -1,0 +1,208 @@
+"""Recipes: everything that a training run needs to know, as a TOML file with overrides."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from dataclasses import asdict, dataclass, field, fields, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from cable_attn.errors import CableError, require_known
+
+FAMILIES = ("gpt", "bert")
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    family: str = "gpt"
+    """gpt: next token; bert: masked tokens."""
+    preset: str = "tiny"
+    encoding: str = "cable"
+    encoding_options: dict[str, Any] = field(default_factory=dict)
+    vocab_size: int = 50304
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Any other field of the model's config."""
+
+
+@dataclass(frozen=True)
+class DataPart:
+    path: str = "embedded"
+    """A folder of ``cable data prepare``, or ``embedded``."""
+    length: int = 1024
+    separate_documents: bool = False
+    """Tokens see only their own document."""
+
+
+@dataclass(frozen=True)
+class TrainPart:
+    steps: int = 1000
+    tokens_per_update: int = 524_288
+    micro_batch: int = 64
+    """Windows on each device at a time; the rest of the update is accumulated."""
+    learning_rate: float = 6e-4
+    lowest_learning_rate: float = 6e-5
+    warmup_steps: int = 750
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip: float = 1.0
+    masked: float = 0.15
+    """bert: the share of tokens to predict."""
+    seed: int = 0
+    precision: str = "auto"
+    """auto: bf16 where the GPU has it, else fp32; or bf16, fp16, fp32."""
+    compile: bool = False
+    log_every: int = 10
+    eval_every: int = 500
+    eval_windows: int = 128
+    save_every: int = 500
+    keep: int = 2
+    report_to: list[str] = field(default_factory=list)
+    """tensorboard, wandb, … as the Trainer knows them."""
+    workers: int = 2
+
+
+@dataclass(frozen=True)
+class Recipe:
+    model: ModelPart = ModelPart()
+    data: DataPart = DataPart()
+    train: TrainPart = TrainPart()
+
+    def __post_init__(self) -> None:
+        require_known("model.family", self.model.family, FAMILIES)
+        require_known("train.precision", self.train.precision, ["auto", "bf16", "fp16", "fp32"])
+        for name in ("steps", "tokens_per_update", "micro_batch", "log_every", "eval_every", "save_every", "keep"):
+            if getattr(self.train, name) < 1:
+                raise CableError(f"train.{name} must be at least 1, got {getattr(self.train, name)}.")
+        if self.data.length < 2:
+            raise CableError(f"data.length must be at least 2, got {self.data.length}.")
+        if not 0 < self.train.masked < 1:
+            raise CableError(f"train.masked must lie between 0 and 1, got {self.train.masked}.")
+
+    def accumulate(self, devices: int) -> int:
+        """Micro batches to an update."""
+        one = self.train.micro_batch * self.data.length * devices
+        if self.train.tokens_per_update % one:
+            below = max(self.train.tokens_per_update // one, 1) * one
+            raise CableError(
+                f"train.tokens_per_update={self.train.tokens_per_update} is not a multiple of micro_batch × length × "
+                f"devices = {self.train.micro_batch} × {self.data.length} × {devices} = {one}. Nearest: {below}."
+            )
+        return self.train.tokens_per_update // one
+
+    @property
+    def windows_per_update(self) -> int:
+        return self.train.tokens_per_update // self.data.length
+
+
+def builtin() -> list[str]:
+    folder = files("cable_attn") / "recipes"
+    return sorted(path.name.removesuffix(".toml") for path in folder.iterdir() if path.name.endswith(".toml"))
+
+
+def load(name: str, overrides: list[str] = []) -> Recipe:  # noqa: B006
+    """A recipe by name or path, with ``key=value`` on top of it."""
+    path = Path(name)
+    if path.suffix == ".toml" and path.is_file():
+        text = path.read_text(encoding="utf-8")
+    else:
+        require_known("recipe", name, [*builtin(), "a .toml file"])
+        text = (files("cable_attn") / "recipes" / f"{name}.toml").read_text(encoding="utf-8")
+    try:
+        tree = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise CableError(f"recipe {name!r} is not TOML: {error}") from error
+    recipe = from_tree(tree)
+    for override in overrides:
+        recipe = _override(recipe, override)
+    return recipe
+
+
+def from_tree(tree: dict[str, Any]) -> Recipe:
+    recipe = Recipe()
+    for part, values in tree.items():
+        if part not in ("model", "data", "train") or not isinstance(values, dict):
+            raise _unknown_key(part, ["model", "data", "train"])
+        for key, value in values.items():
+            recipe = _set(recipe, part, key, value)
+    return recipe
+
+
+def _override(recipe: Recipe, text: str) -> Recipe:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise CableError(f"an override is key=value, got {text!r}. Example: train.steps=100")
+    part, name = _find(key.strip())
+    try:
+        parsed = tomllib.loads(f"x = {value}")["x"]
+    except tomllib.TOMLDecodeError:
+        parsed = value  # a string without quotes
+    return _set(recipe, part, name, parsed)
+
+
+def _keys() -> dict[str, list[str]]:
+    parts = {"model": ModelPart, "data": DataPart, "train": TrainPart}
+    return {part: [f.name for f in fields(cls)] for part, cls in parts.items()}
+
+
+def _find(key: str) -> tuple[str, str]:
+    """``steps`` and ``train.steps`` are the same."""
+    part, dot, name = key.partition(".")
+    keys = _keys()
+    if dot and part in keys and name in keys[part]:
+        return part, name
+    found = [part for part, names in keys.items() if key in names]
+    if len(found) == 1:
+        return found[0], key
+    raise _unknown_key(key, [f"{part}.{name}" for part, names in keys.items() for name in names])
+
+
+def _unknown_key(key: str, known: list[str]) -> CableError:
+    last = key.rsplit(".", 1)[-1]
+    scores = {name: difflib.SequenceMatcher(None, last, name.rsplit(".", 1)[-1]).ratio() for name in known}
+    nearest = max(scores, key=lambda name: scores[name])
+    return CableError(f"recipe key {key!r} is not known; the nearest is {nearest!r}. Known: {', '.join(known)}.")
+
+
+def _set(recipe: Recipe, part: str, key: str, value: Any) -> Recipe:
+    section = getattr(recipe, part)
+    if key not in _keys()[part]:
+        raise _unknown_key(f"{part}.{key}", [f"{part}.{name}" for name in _keys()[part]])
+    return replace(recipe, **{part: replace(section, **{key: _typed(type(section), part, key, value)})})
+
+
+def _typed(cls: type, part: str, key: str, value: Any) -> Any:
+    wanted = get_type_hints(cls)[key]
+    kind = getattr(wanted, "__origin__", wanted)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if kind is tuple and isinstance(value, list):
+        return tuple(float(item) for item in value)
+    if kind is list and isinstance(value, str):
+        return [item for item in value.split(",") if item and item != "none"]
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise CableError(f"{part}.{key} must be {kind.__name__}, got {value!r}.")
+    return value
+
+
+def to_toml(recipe: Recipe) -> str:
+    """The resolved recipe as a file."""
+    lines = []
+    for part, values in asdict(recipe).items():
+        lines.append(f"[{part}]")
+        lines += [f"{key} = {_as_toml(value)}" for key, value in values.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _as_toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_as_toml, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_as_toml(item)}" for key, item in value.items()) + "}"
+    return repr(value)
