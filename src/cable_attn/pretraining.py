@@ -230,6 +230,8 @@ def _arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
         dataloader_num_workers=part.workers,
         dataloader_pin_memory=cuda,
         dataloader_persistent_workers=part.workers > 0,
+        use_cpu=not cuda,
+        ddp_backend=("nccl" if cuda else "gloo") if devices > 1 else None,
         ddp_find_unused_parameters=False,
         remove_unused_columns=False,
     )

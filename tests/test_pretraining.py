@@ -1,0 +1,229 @@
+"""Recipes, and runs that survive whatever happens to them."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, Trainer
+from typer.testing import CliRunner
+
+from cable_attn import pretraining, recipe
+from cable_attn.cli import app
+from cable_attn.data.shards import Request, prepare
+from cable_attn.data.sources import open_source
+from cable_attn.data.tokenizers import find_tokenizer
+from cable_attn.errors import CableError
+from cable_attn.training import last_complete_checkpoint
+
+TINY = [
+    "overrides={hidden_size = 32, num_hidden_layers = 1, num_attention_heads = 2}",
+    "vocab_size=300",
+    "length=16",
+    "micro_batch=4",
+    "tokens_per_update=64",
+    "warmup_steps=2",
+    "eval_windows=4",
+    "log_every=1",
+]
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("shards") / "embedded"
+    streams = open_source("embedded")
+    request = Request("embedded", "bpe:300", tokens=3000)
+    prepare(folder, request, streams, find_tokenizer("bpe:300", streams["test"](0)))
+    return folder
+
+
+def small(shards: Path, name: str = "gpt-embedded", **settings) -> recipe.Recipe:
+    return recipe.load(name, [*TINY, f"path={shards}", *(f"{key}={value}" for key, value in settings.items())])
+
+
+def metrics(folder: Path, key: str = "loss") -> dict[int, float]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    found = [(row["step"], row[key]) for row in rows if key in row]
+    assert len(found) == len(dict(found)), "a step was logged twice"
+    return dict(found)
+
+
+def command(shards: Path, folder: Path, *extra: str) -> list[str]:
+    settings = [*TINY, f"path={shards}", "save_every=2", "eval_every=1000", "steps=24"]
+    return [sys.executable, "-m", "cable_attn", "train", "gpt-embedded", *settings, "--out", str(folder), *extra]
+
+
+@pytest.mark.parametrize("name", recipe.builtin())
+def test_recipes_of_the_package_are_whole(name, tmp_path):
+    found = recipe.load(name)
+    (tmp_path / "again.toml").write_text(recipe.to_toml(found))
+    assert recipe.load(str(tmp_path / "again.toml")) == found
+    plan = pretraining.plan(found, devices=4 if name.startswith("bert-base") else 1)
+    if "gpt2" in name:
+        assert found.model.vocab_size == 50304
+        millions = {"tiny": 45, "small": 124, "medium": 355}[found.model.preset]
+        assert round(plan["parameters"] / 1e6) == millions
+    if name == "bert-base-fineweb-edu":
+        assert plan["micro batches to an update"] == 11
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.stpes=3", "nearest is 'train.steps'"),
+        ("lr=3", "is not known; the nearest"),
+        ("steps=many", "train.steps must be int"),
+        ("steps=0", "at least 1, got 0"),
+        ("steps", "an override is key=value"),
+        ("model.family=t5", "unknown model.family 't5'"),
+        ("tokens_per_update=1000", "not a multiple"),
+        ("overrides={hidden = 3}", "hidden"),
+    ],
+)
+def test_bad_overrides_are_one_line_with_the_fix(override, words):
+    result = CliRunner().invoke(app, ["train", "gpt-embedded", override, "--dry-run"])
+    assert isinstance(result.exception, CableError) and words in str(result.exception)
+
+
+def test_dry_run_says_what_the_run_would_be():
+    result = CliRunner().invoke(app, ["train", "gpt2-tiny-wikitext103", "encoding=alibi", "--dry-run"])
+    assert result.exit_code == 0, result.output
+    for words in ("131,072", "9,000", "1,179,648,000", "MiB", "alibi"):
+        assert words in result.output
+
+
+@pytest.mark.parametrize(
+    ("name", "loader"), [("gpt-embedded", AutoModelForCausalLM), ("bert-embedded", AutoModelForMaskedLM)]
+)
+def test_a_run_learns_and_leaves_a_model_that_loads_anywhere(shards, tmp_path, name, loader):
+    chosen = small(shards, name, steps=30, eval_every=10, save_every=10, learning_rate=1e-2)
+    pretraining.run(chosen, tmp_path / "run")
+    losses, evaluated = metrics(tmp_path / "run"), metrics(tmp_path / "run", "eval_loss")
+    assert sum(losses[n] for n in range(26, 31)) / 5 < losses[1] - 0.3
+    assert list(evaluated) == [10, 20, 30] and evaluated[30] < evaluated[10]
+    model = loader.from_pretrained(tmp_path / "run")
+    assert model.config.encoding == "cable"
+    assert recipe.load(str(tmp_path / "run/recipe.toml")) == chosen
+    assert json.loads((tmp_path / "run/environment.json").read_text())["versions"]["torch"] == torch.__version__
+    assert not list((tmp_path / "run").glob("*.bin"))
+    assert len(list((tmp_path / "run/checkpoints").glob("checkpoint-*"))) == chosen.train.keep
+
+
+def test_accumulation_gives_the_losses_of_the_whole_batch(shards, tmp_path):
+    pretraining.run(small(shards, steps=6), tmp_path / "one")
+    pretraining.run(small(shards, steps=6, micro_batch=2), tmp_path / "two")
+    one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
+    assert one == pytest.approx(two, abs=1e-5)
+
+
+def test_documents_apart(shards, tmp_path):
+    pretraining.run(small(shards, steps=3, separate_documents="true"), tmp_path / "run")
+    assert len(metrics(tmp_path / "run")) == 3
+
+
+def test_killed_at_random_moments_it_ends_with_the_same_losses(shards, tmp_path):
+    """kill −9, also during checkpoint writes (one every other step), then --resume: bit-identical losses and weights."""
+    subprocess.run(command(shards, tmp_path / "whole"), check=True, capture_output=True)
+    folder, dice = tmp_path / "killed", random.Random(4)
+    kills = 0
+    while not (folder / "model.safetensors").exists():
+        extra = ["--resume"] if (folder / "recipe.toml").exists() else []
+        process = subprocess.Popen(command(shards, folder, *extra), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        if kills < 3:
+            steps = metrics_lines(folder)
+            deadline = time.monotonic() + 60
+            while metrics_lines(folder) < steps + 2 and process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            time.sleep(dice.random() * 0.4)
+            process.kill()
+            kills += 1
+        output = process.communicate()[0].decode()
+        assert process.returncode in (0, -signal.SIGKILL), output
+    assert kills == 3
+    assert metrics(folder) == metrics(tmp_path / "whole")
+    ours, theirs = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "whole"))
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+def metrics_lines(folder: Path) -> int:
+    path = folder / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def test_sigterm_saves_and_exits(shards, tmp_path):
+    process = subprocess.Popen(
+        command(shards, tmp_path / "run", "save_every=1000", "steps=2000"), stdout=subprocess.PIPE
+    )
+    while metrics_lines(tmp_path / "run") < 3:
+        time.sleep(0.01)
+        assert process.poll() is None
+    process.terminate()
+    output = process.communicate(timeout=60)[0].decode()
+    assert process.returncode == 128 + signal.SIGTERM and "--resume" in output
+    saved = last_complete_checkpoint(tmp_path / "run/checkpoints")
+    assert saved is not None and int(saved.rsplit("-", 1)[1]) == max(metrics(tmp_path / "run"))
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_with_all_names(shards, tmp_path):
+    with pytest.raises(CableError, match=r"not finite at step \d+ \(windows .*checkpoint-1") as error:
+        pretraining.run(
+            small(shards, steps=40, save_every=1, log_every=7, learning_rate=1e30, clip=1e30), tmp_path / "run"
+        )
+    step = int(str(error.value).split("step ")[1].split()[0])
+    saved = last_complete_checkpoint(tmp_path / "run/checkpoints")
+    assert saved is not None and int(saved.rsplit("-", 1)[1]) < step
+
+
+def test_a_full_disk_loses_nothing_that_was_saved(shards, tmp_path, monkeypatch):
+    save = Trainer._save_optimizer_and_scheduler
+
+    def full(self, folder):
+        if self.state.global_step > 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(self, folder)
+
+    monkeypatch.setattr(Trainer, "_save_optimizer_and_scheduler", full)
+    with pytest.raises(CableError, match=r"step 4 could not be written .*No space left.*checkpoint-2"):
+        pretraining.run(small(shards, steps=8, save_every=2), tmp_path / "run")
+    monkeypatch.undo()
+    pretraining.run(small(shards, steps=8, save_every=2), tmp_path / "run", resume=True)
+    pretraining.run(small(shards, steps=8, save_every=2), tmp_path / "whole")
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
+
+
+def test_a_run_folder_belongs_to_its_recipe(shards, tmp_path):
+    chosen = small(shards, steps=2)
+    with pytest.raises(CableError, match="no run to resume"):
+        pretraining.run(chosen, tmp_path / "run", resume=True)
+    pretraining.run(chosen, tmp_path / "run")
+    with pytest.raises(CableError, match="Add --resume"):
+        pretraining.run(chosen, tmp_path / "run")
+    with pytest.raises(CableError, match="train.seed was 0 and is 1"):
+        pretraining.run(small(shards, steps=2, seed=1), tmp_path / "run", resume=True)
+
+
+def test_a_vocabulary_too_large_for_the_model_is_refused(shards, tmp_path):
+    with pytest.raises(CableError, match="vocabulary of 300, model.vocab_size is 290"):
+        pretraining.run(small(shards, vocab_size=290), tmp_path / "run")
+
+
+def test_two_processes_train_like_one(shards, tmp_path):
+    settings = [*TINY, f"path={shards}", "steps=4", "eval_every=2", "train.micro_batch=2"]
+    launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "cable_attn"]
+    arguments = ["train", "gpt-embedded", *settings, "--out", str(tmp_path / "two")]
+    done = subprocess.run([sys.executable, "-m", *launch, *arguments], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    pretraining.run(small(shards, steps=4, eval_every=2), tmp_path / "one")
+    assert metrics(tmp_path / "two") == pytest.approx(metrics(tmp_path / "one"), abs=1e-5)
+    assert metrics(tmp_path / "two", "eval_loss") == pytest.approx(metrics(tmp_path / "one", "eval_loss"), abs=1e-5)
+    assert os.listdir(tmp_path / "two/checkpoints") == ["checkpoint-4"]

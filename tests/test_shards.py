@@ -1,0 +1,187 @@
+"""Sources, token shards and the order of samples."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from cable_attn.cli import app
+from cable_attn.data import train_bpe
+from cable_attn.data.shards import Request, Tokens, prepare, read_manifest, verify
+from cable_attn.data.sources import open_source
+from cable_attn.data.tokenizers import HuggingFaceTokenizer, find_tokenizer
+from cable_attn.data.windows import Masked, Order, TokenWindows
+from cable_attn.errors import CableError
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for n in range(7):
+        (folder / f"{n}.txt").write_text(f"Document {n} says: " + "it is a truth universally acknowledged. " * (n + 2))
+    return folder
+
+
+def made(folder: Path, source: Path, tokenizer=None, shard_tokens: int = 100, **options) -> dict:
+    streams = open_source(str(source), held_out=0.25)
+    tokenizer = tokenizer or find_tokenizer("bpe:300", streams["train"](0))
+    return prepare(folder, Request(str(source), "bpe:300", None, shard_tokens), streams, tokenizer, **options)
+
+
+class Words:
+    """One token a word; fails after so many batches."""
+
+    name, vocab_size, separator = "words", 70000, 0
+
+    def __init__(self, batches: int = 10**9):
+        self.left = batches
+
+    def encode(self, texts):
+        self.left -= 1
+        if self.left < 0:
+            raise KeyboardInterrupt
+        return [np.asarray([len(word) for word in text.split()], dtype=np.uint32) for text in texts]
+
+    def save(self, folder): ...
+
+
+def test_shards_hold_the_documents_in_order(tmp_path, texts):
+    manifest = made(tmp_path / "shards", texts)
+    assert len(manifest["splits"]["train"]["shards"]) > 1
+    assert sum(manifest["splits"][split]["documents"] for split in ("train", "validation")) == 7
+    tokens = Tokens(tmp_path / "shards", "train")
+    tokenizer = find_tokenizer(str(tmp_path / "shards/tokenizer"), [])
+    everything = tokens.slice(0, len(tokens))
+    assert "".join(tokenizer.tokenizer.batch_decode(everything)).startswith("<|endoftext|>Document 0 says: it is")
+    starts = tokens.document_starts
+    assert (everything[starts] == tokenizer.separator).all() and len(starts) == 6
+    assert np.array_equal(tokens.document_ids(0, len(tokens))[starts], np.arange(6))
+    for start, stop in ((0, 5), (95, 130), (3, len(tokens))):  # also across shards
+        assert np.array_equal(tokens.slice(start, stop), everything[start:stop])
+
+
+def test_a_cut_off_preparation_goes_on_to_the_same_bytes(tmp_path, texts, monkeypatch):
+    monkeypatch.setattr("cable_attn.data.shards.BATCH", 2)
+    made(tmp_path / "whole", texts, Words(), 30)
+    with pytest.raises(KeyboardInterrupt):
+        made(tmp_path / "cut", texts, Words(2), 30)
+    assert not read_manifest(tmp_path / "cut")["splits"]["train"]["complete"]
+    assert verify(tmp_path / "cut") != []
+    made(tmp_path / "cut", texts, Words(), 30)
+    files = sorted(path.name for path in (tmp_path / "whole").iterdir())
+    assert files == sorted(path.name for path in (tmp_path / "cut").iterdir())
+    for name in files:
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "cut" / name).read_bytes(), name
+    assert read_manifest(tmp_path / "cut")["dtype"] == "uint32"
+
+
+def test_damaged_shards_are_named(tmp_path, texts):
+    folder = tmp_path / "shards"
+    made(folder, texts)
+    first, second = folder / "train-00000.bin", folder / "train-00001.bin"
+    content = bytearray(first.read_bytes())
+    content[7] ^= 1
+    first.write_bytes(content)
+    second.write_bytes(second.read_bytes()[:-2])
+    problems = verify(folder)
+    assert any("train-00000.bin: altered" in line for line in problems)
+    assert any("train-00001.bin: has" in line for line in problems)
+    with pytest.raises(CableError, match="train-00001.bin"):
+        Tokens(folder, "train")
+    result = CliRunner().invoke(app, ["data", "verify", str(folder)])
+    assert isinstance(result.exception, CableError) and "altered" in str(result.exception)
+
+
+def test_another_request_never_mixes(tmp_path, texts):
+    made(tmp_path / "shards", texts)
+    with pytest.raises(CableError, match="another request"):
+        made(tmp_path / "shards", texts, shard_tokens=50)
+    with pytest.raises(CableError, match="not empty"):
+        made(texts, texts)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"text": "a"}\n{"text": 3}\n', "line 2: no text in column 'text'"),
+        ('{"text": "a"}\nnot json\n', "line 2: not JSON"),
+    ],
+)
+def test_bad_lines_are_named(tmp_path, content, words):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(content)
+    with pytest.raises(CableError, match=words):
+        list(open_source(str(path), held_out=0.0)["train"](0))
+
+
+def test_sources_that_cannot_be_had_say_what_to_do(tmp_path):
+    with pytest.raises(CableError, match="Allowed: embedded, fineweb-edu"):
+        open_source("no-such-thing")
+    with pytest.raises(CableError, match="datasets|parquet"):
+        next(open_source("wikitext-103")["train"](0))
+    with pytest.raises(CableError, match="cable data prepare SOURCE"):
+        Tokens(tmp_path, "train")
+    with pytest.raises(CableError, match="bpe:4096"):
+        find_tokenizer("bpe:many", [])
+
+
+def test_a_limit_on_tokens(tmp_path, texts):
+    request = Request(str(texts), "bpe:300", tokens=50, shard_tokens=20)
+    streams = open_source(str(texts), held_out=0.0)
+    manifest = prepare(tmp_path / "shards", request, streams, Words())
+    assert manifest["splits"]["train"]["tokens"] == 50
+
+
+@given(st.integers(1, 40), st.integers(0, 3), st.integers(0, 2**31))
+def test_every_window_once_an_epoch(count, epochs, seed):
+    order = Order(list(range(count)), seed, count * (epochs + 1))
+    seen = [order.window(place) for place in range(len(order))]
+    for epoch in range(epochs + 1):
+        assert sorted(seen[epoch * count : (epoch + 1) * count]) == list(range(count))
+    again = Order(list(range(count)), seed, count * (epochs + 1))
+    assert [again.window(place) for place in reversed(range(len(order)))] == seen[::-1]
+
+
+def test_separate_documents_never_predict_the_next(tmp_path, texts):
+    made(tmp_path / "shards", texts)
+    windows = TokenWindows(Tokens(tmp_path / "shards", "train"), 64, separate=True)
+    sample = windows[0]
+    documents = sample["document_ids"]
+    assert documents[0] != documents[-1]
+    change = torch.nonzero(documents[1:] != documents[:-1])[:, 0] + 1
+    assert (sample["labels"][change] == -100).all()
+    assert (sample["labels"] != -100).sum() == 64 - 1 - len(change)
+
+
+def test_masks_depend_on_the_place_alone():
+    from cable_attn.data import embedded_corpus
+
+    tokenizer = HuggingFaceTokenizer("x", train_bpe(embedded_corpus("test"), 400, mask=True)).tokenizer
+    rows = [{"input_ids": torch.randint(5, 400, (2000,))} for _ in range(3)]
+    masked = Masked(rows, tokenizer, 0.15, seed=1)
+    first, other = masked[1], masked[2]
+    assert all(torch.equal(a, b) for a, b in zip(masked[1].values(), first.values()))
+    chosen = first["labels"] != -100
+    assert 0.10 < chosen.float().mean() < 0.20 and not torch.equal(chosen, other["labels"] != -100)
+    replaced = first["input_ids"][chosen] == tokenizer.mask_token_id
+    assert 0.7 < replaced.float().mean() < 0.9
+    assert torch.equal(first["labels"][chosen], rows[1]["input_ids"][chosen])
+    assert torch.equal(first["input_ids"][~chosen], rows[1]["input_ids"][~chosen])
+
+
+def test_the_command_prepares_the_embedded_corpus(tmp_path):
+    arguments = ["data", "prepare", "embedded", str(tmp_path / "d"), "--tokenizer", "bpe:300", "--tokens", "5000"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    manifest = json.loads((tmp_path / "d/manifest.json").read_text())
+    assert {split: entry["tokens"] for split, entry in manifest["splits"].items()} == dict.fromkeys(
+        ("train", "validation", "test"), 5000
+    )
