@@ -8,7 +8,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from cable_attn import ENCODINGS
+from cable_attn import ENCODINGS, recipe
 from cable_attn.bench import records
 from cable_attn.cli import app
 from cable_attn.encodings.base import option_names
@@ -65,3 +65,12 @@ def test_the_benchmark_report_is_made_from_the_stored_rows(tmp_path):
     text = page.read_text()
     assert text.startswith("before\n<!-- attention -->\n| B,H,T,D | cable |") and text.endswith("<!-- end -->\nafter\n")
     assert all((tmp_path / f"attention.{kind}").stat().st_size > 1000 for kind in ("png", "svg"))
+
+
+def test_the_training_page_lists_every_recipe():
+    page = (ROOT / "docs/training.md").read_text()
+    for name in recipe.builtin():
+        part = recipe.load(name).train
+        assert re.search(
+            rf"^\| `{name}` \|.*\| {part.tokens_per_update:,} \| {part.steps:,} \|$", page, re.MULTILINE
+        ), name

@@ -110,7 +110,7 @@ def test_a_run_learns_and_leaves_a_model_that_loads_anywhere(shards, tmp_path, n
     pretraining.run(chosen, tmp_path / "run")
     losses, evaluated = metrics(tmp_path / "run"), metrics(tmp_path / "run", "eval_loss")
     assert sum(losses[n] for n in range(26, 31)) / 5 < losses[1] - 0.3
-    assert list(evaluated) == [10, 20, 30] and evaluated[30] < evaluated[10]
+    assert list(evaluated) == [10, 20, 30] and evaluated[30] < losses[1] - 0.3
     model = loader.from_pretrained(tmp_path / "run")
     assert model.config.encoding == "cable"
     assert recipe.load(str(tmp_path / "run/recipe.toml")) == chosen
@@ -132,7 +132,7 @@ def test_documents_apart(shards, tmp_path):
 
 
 def test_killed_at_random_moments_it_ends_with_the_same_losses(shards, tmp_path):
-    """kill −9, also during checkpoint writes (one every other step), then --resume: bit-identical losses and weights."""
+    """kill −9, also during checkpoint writes (every other step), then --resume: bit-identical losses and weights."""
     subprocess.run(command(shards, tmp_path / "whole"), check=True, capture_output=True)
     folder, dice = tmp_path / "killed", random.Random(4)
     kills = 0
@@ -175,7 +175,7 @@ def test_sigterm_saves_and_exits(shards, tmp_path):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_with_all_names(shards, tmp_path):
-    with pytest.raises(CableError, match=r"not finite at step \d+ \(windows .*checkpoint-1") as error:
+    with pytest.raises(CableError, match=r"not finite at step \d+ \(windows .*checkpoint-\d") as error:
         pretraining.run(
             small(shards, steps=40, save_every=1, log_every=7, learning_rate=1e30, clip=1e30), tmp_path / "run"
         )
@@ -208,13 +208,26 @@ def test_a_run_folder_belongs_to_its_recipe(shards, tmp_path):
     pretraining.run(chosen, tmp_path / "run")
     with pytest.raises(CableError, match="Add --resume"):
         pretraining.run(chosen, tmp_path / "run")
-    with pytest.raises(CableError, match="train.seed was 0 and is 1"):
+    with pytest.raises(CableError, match=r"train\.seed was 0 and is 1"):
         pretraining.run(small(shards, steps=2, seed=1), tmp_path / "run", resume=True)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_fsdp_without_a_gpu_is_refused(shards, tmp_path):
+    with pytest.raises(CableError, match="needs GPUs"):
+        pretraining.run(small(shards, fsdp="true"), tmp_path / "run")
+
+
 def test_a_vocabulary_too_large_for_the_model_is_refused(shards, tmp_path):
-    with pytest.raises(CableError, match="vocabulary of 300, model.vocab_size is 290"):
+    with pytest.raises(CableError, match=r"vocabulary of 300, model\.vocab_size is 290"):
         pretraining.run(small(shards, vocab_size=290), tmp_path / "run")
+
+
+def test_tensorboard_by_name(shards, tmp_path):
+    pretraining.run(small(shards, steps=2, report_to="tensorboard"), tmp_path / "run")
+    assert list((tmp_path / "run").rglob("events.out.tfevents*"))
+    with pytest.raises(CableError, match="names 'no_such_tracker', which is not installed"):
+        pretraining.run(small(shards, steps=2, report_to="no_such_tracker"), tmp_path / "other")
 
 
 def test_two_processes_train_like_one(shards, tmp_path):
@@ -227,3 +240,27 @@ def test_two_processes_train_like_one(shards, tmp_path):
     assert metrics(tmp_path / "two") == pytest.approx(metrics(tmp_path / "one"), abs=1e-5)
     assert metrics(tmp_path / "two", "eval_loss") == pytest.approx(metrics(tmp_path / "one", "eval_loss"), abs=1e-5)
     assert os.listdir(tmp_path / "two/checkpoints") == ["checkpoint-4"]
+
+
+def test_sharded_checkpoints_load_at_another_world_size(tmp_path):
+    """Written by two processes under FSDP2, read by one."""
+    from torch.distributed import checkpoint
+
+    from tests.two_processes import make
+
+    script = Path(__file__).parent / "two_processes.py"
+    launch = [
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+        "save",
+        str(tmp_path / "dcp"),
+    ]
+    done = subprocess.run([sys.executable, "-m", *launch], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(list((tmp_path / "dcp").glob("*.distcp"))) == 2
+    expected, found = make().state_dict(), {key: torch.zeros_like(value) for key, value in make().state_dict().items()}
+    checkpoint.load(found, checkpoint_id=tmp_path / "dcp")
+    assert all(torch.equal(found[key], value + 1) for key, value in expected.items())

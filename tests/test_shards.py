@@ -94,7 +94,7 @@ def test_damaged_shards_are_named(tmp_path, texts):
     problems = verify(folder)
     assert any("train-00000.bin: altered" in line for line in problems)
     assert any("train-00001.bin: has" in line for line in problems)
-    with pytest.raises(CableError, match="train-00001.bin"):
+    with pytest.raises(CableError, match=r"train-00001\.bin"):
         Tokens(folder, "train")
     result = CliRunner().invoke(app, ["data", "verify", str(folder)])
     assert isinstance(result.exception, CableError) and "altered" in str(result.exception)
@@ -122,10 +122,19 @@ def test_bad_lines_are_named(tmp_path, content, words):
         list(open_source(str(path), held_out=0.0)["train"](0))
 
 
+def test_parquet_and_markdown(tmp_path):
+    from pyarrow import Table, parquet
+
+    parquet.write_table(Table.from_pydict({"body": ["one", "two"]}), tmp_path / "a.parquet")
+    (tmp_path / "b.md").write_text("three")
+    documents = list(open_source(str(tmp_path), column="body", held_out=0.0)["train"](1))
+    assert [document.text for document in documents] == ["two", "three"]
+
+
 def test_sources_that_cannot_be_had_say_what_to_do(tmp_path):
     with pytest.raises(CableError, match="Allowed: embedded, fineweb-edu"):
         open_source("no-such-thing")
-    with pytest.raises(CableError, match="datasets|parquet"):
+    with pytest.raises(CableError, match="Without a network, fetch its parquet files from"):
         next(open_source("wikitext-103")["train"](0))
     with pytest.raises(CableError, match="cable data prepare SOURCE"):
         Tokens(tmp_path, "train")

@@ -1,6 +1,7 @@
-"""A model on the fused backend under DDP or FSDP2 on two gloo processes: the gradients of one process with both rows.
+"""A model on the fused backend on two gloo processes. Run by torchrun:
 
-Run by torchrun: two_processes.py ddp|fsdp
+two_processes.py ddp|fsdp: the gradients of one process with both rows.
+two_processes.py save FOLDER: every parameter one larger, as a sharded checkpoint.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 import torch.distributed as dist
+from torch.distributed import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -25,23 +27,35 @@ def make() -> CableGPTForCausalLM:
     return CableGPTForCausalLM(CableGPTConfig.preset("tiny", attention_backend="triton", **sizes))
 
 
-dist.init_process_group("gloo")
-text = torch.randint(0, 97, (2, 20), generator=torch.Generator().manual_seed(1))
-alone = make()
-alone(text, labels=text, use_cache=False).loss.backward()
-
-model = make()
-if sys.argv[1] == "ddp":
-    wrapped = DistributedDataParallel(model)
-else:
-    mesh = init_device_mesh("cpu", (2,))
+def sharded() -> CableGPTForCausalLM:
+    mesh, model = init_device_mesh("cpu", (2,)), make()
     for block in model.transformer.h:
         fully_shard(block, mesh=mesh)
-    wrapped = fully_shard(model, mesh=mesh)
-mine = text[dist.get_rank()][None]
-wrapped(mine, labels=mine, use_cache=False).loss.backward()
-for (name, ours), theirs in zip(model.named_parameters(), alone.parameters()):
-    gradient = ours.grad if sys.argv[1] == "ddp" else ours.grad.full_tensor()
-    assert torch.allclose(gradient, theirs.grad, atol=1e-5), name
-print("the same gradients", flush=True)
-dist.destroy_process_group()
+    return fully_shard(model, mesh=mesh)
+
+
+def compare(how: str) -> None:
+    text = torch.randint(0, 97, (2, 20), generator=torch.Generator().manual_seed(1))
+    alone = make()
+    alone(text, labels=text, use_cache=False).loss.backward()
+    model = sharded() if how == "fsdp" else DistributedDataParallel(make())
+    mine = text[dist.get_rank()][None]
+    model(mine, labels=mine, use_cache=False).loss.backward()
+    for ours, (name, theirs) in zip(model.parameters(), alone.named_parameters()):
+        gradient = ours.grad.full_tensor() if how == "fsdp" else ours.grad
+        assert torch.allclose(gradient, theirs.grad, atol=1e-5), name
+    print("the same gradients", flush=True)
+
+
+def save(folder: str) -> None:
+    model = sharded()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    checkpoint.save(model.state_dict(), checkpoint_id=folder)
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    save(sys.argv[2]) if sys.argv[1] == "save" else compare(sys.argv[1])
+    dist.destroy_process_group()

@@ -6,6 +6,7 @@ is done, the model and its tokenizer, ready for ``from_pretrained``.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -191,9 +192,21 @@ def resumable(folder: Path, overrides: list[str]) -> Recipe:
     return load(str(folder / "recipe.toml"), overrides)
 
 
+def _require_trackers(names: list[str]) -> None:
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise CableError(
+                f"train.report_to names {name!r}, which is not installed. Install it (pip install {name}), "
+                "or train with report_to=none."
+            )
+
+
 def _arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
+    _require_trackers(recipe.train.report_to)
     part, cuda = recipe.train, torch.cuda.is_available()
     devices = int(os.environ.get("WORLD_SIZE", "1"))
+    if part.fsdp and not cuda:
+        raise CableError("train.fsdp=true needs GPUs: accelerate shards nothing on the CPU. Leave it out there.")
     precision = part.precision
     if precision == "auto":
         precision = "bf16" if cuda and torch.cuda.is_bf16_supported() else "fp32"
@@ -233,6 +246,7 @@ def _arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
         use_cpu=not cuda,
         ddp_backend=("nccl" if cuda else "gloo") if devices > 1 else None,
         ddp_find_unused_parameters=False,
+        fsdp=part.fsdp or None,
         remove_unused_columns=False,
     )
 

@@ -53,6 +53,8 @@ class TrainPart:
     precision: str = "auto"
     """auto: bf16 where the GPU has it, else fp32; or bf16, fp16, fp32."""
     compile: bool = False
+    fsdp: bool = False
+    """Shard weights, gradients and optimizer over the GPUs (FSDP2) instead of copying them (DDP)."""
     log_every: int = 10
     eval_every: int = 500
     eval_windows: int = 128
