@@ -246,7 +246,7 @@ def _arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
         use_cpu=not cuda,
         ddp_backend=("nccl" if cuda else "gloo") if devices > 1 else None,
         ddp_find_unused_parameters=False,
-        fsdp=part.fsdp or None,
+        fsdp=part.fsdp or None,  # type: ignore[arg-type]
         remove_unused_columns=False,
     )
 
