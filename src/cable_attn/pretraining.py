@@ -323,10 +323,10 @@ class _Metrics(TrainerCallback):
 
     def __init__(self, path: Path, recipe: Recipe, watch: Watcher | None):
         self.path, self.recipe, self.watch = path, recipe, watch
-        self.started, self.first_step = time.monotonic(), 0
+        self.last_time, self.last_step = time.monotonic(), 0
 
     def on_train_begin(self, args, state, control, **kwargs):  # type: ignore[no-untyped-def]
-        self.started, self.first_step = time.monotonic(), state.global_step
+        self.last_time, self.last_step = time.monotonic(), state.global_step
         if state.is_world_process_zero and self.path.exists():
             lines = self.path.read_text(encoding="utf-8").splitlines()
             kept = [line for line in map(_parsed, lines) if line and line["step"] <= state.global_step]
@@ -340,9 +340,13 @@ class _Metrics(TrainerCallback):
         if not logs or not state.is_world_process_zero:
             return
         per_update = self.recipe.train.tokens_per_update
-        done = (state.global_step - self.first_step) * per_update
         line = {"step": state.global_step, "tokens": state.global_step * per_update, **logs}
-        line["tokens_per_second"] = round(done / max(time.monotonic() - self.started, 1e-9))
+        if "loss" in logs:  # since the last such line
+            now, done = time.monotonic(), (state.global_step - self.last_step) * per_update
+            line["tokens_per_second"] = round(done / max(now - self.last_time, 1e-9))
+            self.last_time, self.last_step = now, state.global_step
+        if "train_runtime" in logs and torch.cuda.is_available():
+            line["peak_memory_mib"] = round(torch.cuda.max_memory_allocated() / 2**20)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         if self.watch is not None and "loss" in logs:

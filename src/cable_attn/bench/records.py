@@ -74,7 +74,35 @@ def tuning_markdown(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-TABLES = {"attention": attention_markdown, "pruning": pruning_markdown, "tuning": tuning_markdown}
+def training_markdown(rows: list[dict[str, Any]]) -> str:
+    """Thousand tokens per second, over RoPE's, and peak memory of each encoding and size; the last run."""
+    rows = latest(rows)
+    sizes = list(dict.fromkeys(row["size"] for row in rows))
+    lines = ["| encoding | " + " | ".join(sizes) + " |", "|---" * (len(sizes) + 1) + "|"]
+    found = {(row["encoding"], row["size"]): row for row in rows if "error" not in row}
+    for encoding in dict.fromkeys(row["encoding"] for row in rows):
+        cells = []
+        for size in sizes:
+            row, rope = found.get((encoding, size)), found.get(("rope", size))
+            if row is None:
+                cells.append("–")
+                continue
+            cell = f"{row['tokens_per_second'] / 1e3:,.0f}k"
+            if rope is not None:
+                cell += f" ({row['tokens_per_second'] / rope['tokens_per_second']:.2f})"
+            if row.get("peak_mib"):
+                cell += f", {row['peak_mib'] / 1024:.1f} GiB"
+            cells.append(cell)
+        lines.append(f"| {encoding} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+TABLES = {
+    "attention": attention_markdown,
+    "pruning": pruning_markdown,
+    "tuning": tuning_markdown,
+    "training": training_markdown,
+}
 
 
 def fill(page: str, results: Path) -> str:

@@ -37,14 +37,15 @@ def read_texts(path: Path) -> list[Document]:
     if not path.exists():
         raise CableError(f"no such file or folder: {str(path)!r}.")
     paths = sorted(path.glob("**/*.txt")) if path.is_dir() else [path]
-    documents = [Document(file.name, _read(file)) for file in paths]
+    documents = [Document(file.name, read_text(file)) for file in paths]
     if not any(document.text.strip() for document in documents):
         what = f"folder {str(path)!r} has no .txt file with text" if path.is_dir() else f"{str(path)!r} is empty"
         raise CableError(f"{what}. Give a text file, or a folder of .txt files.")
     return documents
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """A file as UTF-8; what is wrong with it in one line."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

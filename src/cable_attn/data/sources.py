@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from cable_attn.data.corpus import EMBEDDED, Document, embedded_corpus
+from cable_attn.data.corpus import EMBEDDED, Document, embedded_corpus, read_text
 from cable_attn.errors import CableError, require_known
 
 READABLE = (".txt", ".md", ".jsonl", ".parquet")
@@ -94,16 +94,7 @@ def _local(path: Path, column: str) -> Iterator[Document]:
         elif file.suffix == ".parquet":
             yield from _parquet(file, column)
         else:
-            yield Document(file.name, _utf8(file))
-
-
-def _utf8(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise CableError(f"{str(path)!r} is not UTF-8 (byte {error.start}). Convert it, or leave it out.") from error
-    except OSError as error:
-        raise CableError(f"cannot read {str(path)!r}: {error.strerror}.") from error
+            yield Document(file.name, read_text(file))
 
 
 def _jsonl(path: Path, column: str) -> Iterator[Document]:
