@@ -127,6 +127,15 @@ def test_accumulation_gives_the_losses_of_the_whole_batch(shards, tmp_path):
     assert one == pytest.approx(two, abs=1e-5)
 
 
+def test_without_validation_text_it_trains_and_does_not_evaluate(tmp_path):
+    (tmp_path / "a.txt").write_text("it is a truth universally acknowledged " * 50)
+    streams = open_source(str(tmp_path / "a.txt"), held_out=0.0)
+    tokenizer = find_tokenizer("bpe:300", streams["train"](0))
+    prepare(tmp_path / "data", Request("a", "bpe:300"), streams, tokenizer)
+    pretraining.run(small(tmp_path / "data", steps=2, eval_every=1, workers=1), tmp_path / "run")
+    assert len(metrics(tmp_path / "run")) == 2 and metrics(tmp_path / "run", "eval_loss") == {}
+
+
 def test_documents_apart(shards, tmp_path):
     pretraining.run(small(shards, steps=3, separate_documents="true"), tmp_path / "run")
     assert len(metrics(tmp_path / "run")) == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +65,7 @@ def test_shards_hold_the_documents_in_order(tmp_path, texts):
     starts = tokens.document_starts
     assert (everything[starts] == tokenizer.separator).all() and len(starts) == 6
     assert np.array_equal(tokens.document_ids(0, len(tokens))[starts], np.arange(6))
+    assert np.array_equal(pickle.loads(pickle.dumps(tokens)).slice(0, 9), everything[:9])
     for start, stop in ((0, 5), (95, 130), (3, len(tokens))):  # also across shards
         assert np.array_equal(tokens.slice(start, stop), everything[start:stop])
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset, SequentialSampler, Subset
-from transformers import PreTrainedModel, TrainerCallback, TrainingArguments, set_seed
+from transformers import IntervalStrategy, PreTrainedModel, TrainerCallback, TrainingArguments, set_seed
 
 from cable_attn.data.shards import Request, Tokens, prepare
 from cable_attn.data.sources import open_source
@@ -141,6 +141,8 @@ def run(recipe: Recipe, folder: Path, resume: bool = False, watch: Watcher | Non
     checkpoints = folder / "checkpoints"
     arguments = _arguments(recipe, checkpoints)
     data = load_data(recipe, folder)
+    if data.validation is None:
+        arguments.eval_strategy = IntervalStrategy.NO
     set_seed(recipe.train.seed)
     model = make_model(recipe)
     with _stop_on_sigterm() as asked:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ from pathlib import Path
 from torch import nn
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from cable_attn.models.layers import undecayed_by_encodings
 
@@ -66,13 +68,15 @@ def train(
 
 
 def last_complete_checkpoint(folder: Path) -> str | None:
-    """The newest checkpoint that was written to its end; one that was cut off is removed."""
-    while folder.is_dir() and (newest := get_last_checkpoint(str(folder))):
+    """The newest checkpoint that was written to its end; those that were cut off are removed."""
+    numbered = [(int(path.name.rpartition("-")[2]), path) for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-[0-9]*")]
+    for _, path in sorted(numbered, reverse=True):
         try:
-            json.loads((Path(newest) / "trainer_state.json").read_text())  # the Trainer writes it last
-            return newest
+            json.loads((path / TRAINER_STATE_NAME).read_text(encoding="utf-8"))  # the Trainer writes it last
+            return str(path)
         except (OSError, ValueError):
-            shutil.rmtree(newest)
+            if os.environ.get("RANK", "0") == "0":
+                shutil.rmtree(path, ignore_errors=True)
     return None
 
 

@@ -182,6 +182,7 @@ class Tokens:
     """A split as one long row of tokens, memory-mapped."""
 
     def __init__(self, folder: Path, split: str):
+        self.origin = (folder, split)
         manifest = read_manifest(folder)
         require_known("split", split, manifest["splits"])
         entry = manifest["splits"][split]
@@ -196,6 +197,10 @@ class Tokens:
         files = [folder / shard["file"].replace(".bin", ".documents.npy") for shard in entry["shards"]]
         begins = [np.load(file) + start for file, start in zip(files, self.starts)]
         self.document_starts = np.concatenate([np.zeros(0, np.int64), *begins])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process maps the files itself."""
+        return Tokens, self.origin
 
     def __len__(self) -> int:
         return int(self.starts[-1])
