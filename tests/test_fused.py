@@ -200,6 +200,29 @@ def test_pruning_drops_blocks_and_never_more_than_promised(causal, extra):
     assert (out - whole).abs().max() < 2e-3 * call.v.abs().max()
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("extra", ["nothing", "documents", "groups", "short queries"])
+def test_pruning_bounds_are_close_when_they_can_be(causal, extra):
+    """Equal keys leave no slack in the scores: a wrong bound would drop too much, and a loose one far too little."""
+    keys, epsilon = 640, 0.05
+    queries = 200 if extra == "short queries" else keys
+    heads, key_heads = (2, 1) if extra == "groups" else (1, 1)
+    q, _, v = make_inputs(1, heads, key_heads, queries, keys, 16)
+    k = torch.randn(1, key_heads, 1, 16).expand(1, key_heads, keys, 16).contiguous()
+    options = {"document_ids": (torch.arange(keys) // 500)[None]} if extra == "documents" else {}
+    bias = PotentialBias(torch.rand(1, heads, keys).double().cumsum(-1) * 0.02, torch.rand(1, heads, queries) + 0.7)
+    layout = Layout(queries, keys, keys - queries, q.device, causal=causal, **options)
+    call = make_call(q, k, v[:, :key_heads], bias, layout, prune=epsilon)
+    *_, lo, hi = fused._fused(call)
+    j, worst = torch.arange(keys), 0.0
+    exact = weights(call, range(queries)).double()
+    for block in range(lo.shape[-1]):
+        for h in range(heads):
+            dropped = (j < lo[0, h, block]) | (j >= hi[0, h, block])
+            worst = max(worst, float((exact[0, h, block * 128 : (block + 1) * 128] * dropped).sum(-1).max()))
+    assert epsilon / 20 < worst < epsilon
+
+
 def test_gradients_of_a_pruned_call():
     call = steep(300, 300, True)
     tensors = [t.clone().requires_grad_() for t in (call.q, call.k, call.v, call.bias.c, call.bias.g)]
