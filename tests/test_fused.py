@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from cable_attn import CableError, CableGPTForCausalLM, PotentialBias, attention
 from cable_attn.attention import fused, make_call
 from cable_attn.attention.reference import weights
+from cable_attn.attention.tiles import Tile
 from cable_attn.layout import Layout
 
 from .conftest import small_gpt, stir
@@ -223,6 +224,19 @@ def test_pruning_bounds_are_close_when_they_can_be(causal, extra):
     assert epsilon / 20 < worst < epsilon
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradients_of_a_pruned_call_with_wide_key_tiles(causal, monkeypatch):
+    """A tile of two key blocks of which no row needs the first, and fewer queries than keys."""
+    monkeypatch.setattr(fused, "INTERPRETED", fused.INTERPRETED._replace(keys=Tile(32, 128, 4, 1)))
+    queries, keys = (128, 512) if causal else (512, 512)
+    q, k, v = make_inputs(1, 1, 1, queries, keys, 16)
+    c = torch.where(torch.arange(keys) < 448, 0.0, 1000.0).double()[None, None] + torch.arange(keys).double() * 0.01
+    tensors = [t.clone().requires_grad_() for t in (q, k, v, c, torch.rand(1, 1, queries) + 0.5)]
+    pruned, whole = (run(tensors, "gain", name, causal=causal, prune=1e-5) for name in ("triton", "reference"))
+    for a, b in zip(pruned, whole):
+        assert (a - b).abs().max() < 1e-4 * (1 + b.abs().max())
+
+
 def test_gradients_of_a_pruned_call():
     call = steep(300, 300, True)
     tensors = [t.clone().requires_grad_() for t in (call.q, call.k, call.v, call.bias.c, call.bias.g)]
@@ -288,6 +302,19 @@ def test_a_model_runs_and_compiles_on_the_fused_operator():
     for how in ("triton", "compiled"):
         for a, b in zip(results[how], results["reference"]):
             assert torch.allclose(a, b, atol=2e-5), how
+
+
+def test_a_compiled_call_takes_packed_documents():
+    q, k, v = make_inputs(1, 1, 1, 20, 20, 16)
+    bias = PotentialBias(torch.rand(1, 1, 20).double().cumsum(-1), torch.rand(1, 1, 20))
+    documents = (torch.arange(20) // 8)[None]
+
+    def call(q, backend):
+        return attention(q, k, v, bias, document_ids=documents, backend=backend)
+
+    torch.compiler.reset()
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    assert torch.allclose(compiled(q, "triton"), call(q, "reference"), atol=1e-5)
 
 
 def test_a_short_training_run_follows_the_reference():

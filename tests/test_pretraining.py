@@ -136,6 +136,13 @@ def test_without_validation_text_it_trains_and_does_not_evaluate(tmp_path):
     assert len(metrics(tmp_path / "run")) == 2 and metrics(tmp_path / "run", "eval_loss") == {}
 
 
+def test_a_run_that_never_saved_claims_nothing(shards, tmp_path):
+    with pytest.raises(CableError, match="vocabulary"):
+        pretraining.run(small(shards, vocab_size=290), tmp_path / "run")
+    pretraining.run(small(shards, steps=2), tmp_path / "run")
+    assert len(metrics(tmp_path / "run")) == 2
+
+
 def test_documents_apart(shards, tmp_path):
     pretraining.run(small(shards, steps=3, separate_documents="true"), tmp_path / "run")
     assert len(metrics(tmp_path / "run")) == 3
@@ -218,6 +225,10 @@ def test_a_run_folder_belongs_to_its_recipe(shards, tmp_path):
     pretraining.run(chosen, tmp_path / "run")
     with pytest.raises(CableError, match="Add --resume"):
         pretraining.run(chosen, tmp_path / "run")
+    manifest = json.loads((tmp_path / "run/environment.json").read_text())
+    (tmp_path / "run/environment.json").write_text(json.dumps({**manifest, "data": "another"}))
+    with pytest.raises(CableError, match="the tokens have changed"):
+        pretraining.run(chosen, tmp_path / "run", resume=True)
     with pytest.raises(CableError, match=r"train\.seed was 0 and is 1"):
         pretraining.run(small(shards, steps=2, seed=1), tmp_path / "run", resume=True)
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from cable_attn.cli import app
 from cable_attn.data import train_bpe
 from cable_attn.data.shards import Request, Tokens, prepare, read_manifest, verify
-from cable_attn.data.sources import open_source
+from cable_attn.data.sources import HUB, join_lines, open_source
 from cable_attn.data.tokenizers import HuggingFaceTokenizer, find_tokenizer
 from cable_attn.data.windows import Masked, Order, TokenWindows
 from cable_attn.errors import CableError
@@ -77,6 +77,8 @@ def test_a_cut_off_preparation_goes_on_to_the_same_bytes(tmp_path, texts, monkey
         made(tmp_path / "cut", texts, Words(2), 30)
     assert not read_manifest(tmp_path / "cut")["splits"]["train"]["complete"]
     assert verify(tmp_path / "cut") != []
+    with pytest.raises(CableError, match="not complete"):
+        Tokens(tmp_path / "cut", "train")
     made(tmp_path / "cut", texts, Words(), 30)
     files = sorted(path.name for path in (tmp_path / "whole").iterdir())
     assert files == sorted(path.name for path in (tmp_path / "cut").iterdir())
@@ -142,6 +144,22 @@ def test_sources_that_cannot_be_had_say_what_to_do(tmp_path):
         Tokens(tmp_path, "train")
     with pytest.raises(CableError, match="bpe:4096"):
         find_tokenizer("bpe:many", [])
+
+
+def test_lines_become_articles():
+    lines = ["", " = One = \n", " text \n", " = = Part = = \n", " more \n", " = Two = \n", " end \n"]
+    documents = list(join_lines(lines, HUB["wikitext-103"].heading, "w"))
+    assert [document.text.count("\n") for document in documents] == [4, 2]
+    assert documents[1].text.startswith(" = Two =")
+
+
+def test_a_folder_with_only_a_tokenizer_is_begun_again(tmp_path, texts):
+    (tmp_path / "shards/tokenizer").mkdir(parents=True)
+    (tmp_path / "shards/.manifest.json.1.partial").write_text("{")
+    made(tmp_path / "shards", texts)
+    assert verify(tmp_path / "shards") == []
+    (tmp_path / "shards/train-00000.documents.npy").write_bytes(b"x")
+    assert "documents.npy: altered" in verify(tmp_path / "shards")[0]
 
 
 def test_a_limit_on_tokens(tmp_path, texts):

@@ -224,9 +224,7 @@ def train(
         console.print(str(stopped), markup=False, highlight=False)
         raise typer.Exit(128 + 15) from None
     if leads:
-        console.print(
-            f"Done. The model, its tokenizer and metrics.jsonl are in {folder}", markup=False, highlight=False
-        )
+        console.print(f"Done. The model and metrics.jsonl are in {folder}", markup=False, highlight=False)
 
 
 def _train(chosen: Any, folder: Path, resume: bool, quiet: bool) -> None:
@@ -297,7 +295,9 @@ def data_prepare(
             rate = written / max(time.monotonic() - begun, 1e-9) / 1e6
             progress.update(tasks[split], advance=count, what=f"{rate:.2f}M tokens/s")
 
-        manifest = prepare(out, Request(source, tokenizer, tokens, shard_tokens), streams, chosen, tell)
+        manifest = prepare(
+            out, Request(source, tokenizer, tokens, shard_tokens, column, held_out), streams, chosen, tell
+        )
     table = Table("split", "tokens", "documents", "shards", title=str(out))
     for split, entry in manifest["splits"].items():
         table.add_row(split, f"{entry['tokens']:,}", f"{entry['documents']:,}", str(len(entry["shards"])))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import shutil
 import signal
@@ -24,13 +25,13 @@ import torch.distributed as dist
 from torch.utils.data import Dataset, SequentialSampler, Subset
 from transformers import IntervalStrategy, PreTrainedModel, TrainerCallback, TrainingArguments, set_seed
 
-from cable_attn.data.shards import Request, Tokens, prepare
+from cable_attn.data.shards import Request, Tokens, prepare, read_manifest
 from cable_attn.data.sources import open_source
 from cable_attn.data.tokenizers import find_tokenizer, load_tokenizer
 from cable_attn.data.windows import Masked, Order, TokenWindows
 from cable_attn.environment import environment
 from cable_attn.errors import CableError
-from cable_attn.files import writable_folder, write_atomically, write_json
+from cable_attn.files import read_json, writable_folder, write_atomically, write_json
 from cable_attn.models import CableBertConfig, CableBertForMaskedLM, CableGPTConfig, CableGPTForCausalLM
 from cable_attn.recipe import Recipe, load, to_toml
 from cable_attn.training import DecayingTrainer, last_complete_checkpoint
@@ -108,10 +109,10 @@ def _prepare_embedded(path: Path, vocab_size: int) -> None:
 
 
 def _validation(recipe: Recipe, path: Path) -> Dataset | None:
-    try:
-        windows = TokenWindows(Tokens(path, "validation"), recipe.data.length, recipe.data.separate_documents)
-    except CableError:
+    entry = read_manifest(path)["splits"].get("validation")
+    if entry is None or (entry["complete"] and entry["tokens"] < recipe.data.length):
         return None
+    windows = TokenWindows(Tokens(path, "validation"), recipe.data.length, recipe.data.separate_documents)
     return Subset(windows, range(min(recipe.train.eval_windows, len(windows))))
 
 
@@ -145,8 +146,10 @@ def run(recipe: Recipe, folder: Path, resume: bool = False, watch: Watcher | Non
         arguments.eval_strategy = IntervalStrategy.NO
     set_seed(recipe.train.seed)
     model = make_model(recipe)
+    _same_data(folder / "environment.json", data.manifest, resume)
     with _stop_on_sigterm() as asked:
-        callbacks = [_Stop(asked), _Metrics(folder / "metrics.jsonl", recipe, watch)]
+        stop = _Stop(asked)
+        callbacks = [stop, _Metrics(folder / "metrics.jsonl", recipe, watch)]
         trainer = _PretrainTrainer(
             model=model, args=arguments, train_dataset=data.train, eval_dataset=data.validation, callbacks=callbacks
         )
@@ -156,27 +159,34 @@ def run(recipe: Recipe, folder: Path, resume: bool = False, watch: Watcher | Non
             write_json(folder / "environment.json", {**environment(), "data": data.manifest, "tokens": data.tokens})
         trainer.train(resume_from_checkpoint=last_complete_checkpoint(checkpoints) if resume else None)
     trainer.require_finite()
-    if asked:
+    if stop.agreed:
         raise Stopped(f"stopped at step {trainer.state.global_step}, saved. Go on with: cable train … --resume")
     _save_model(trainer, data.tokenizer, folder)
     return {key: value for entry in trainer.state.log_history[-2:] for key, value in entry.items()}
 
 
 def _claim(folder: Path, recipe: Recipe, resume: bool) -> None:
-    """A run folder belongs to one recipe."""
+    """A run folder belongs to one recipe, from its first checkpoint on."""
     path = folder / "recipe.toml"
     if int(os.environ.get("RANK", "0")) != 0:
         return
-    if path.exists() and not resume:
+    begun = path.exists() and last_complete_checkpoint(folder / "checkpoints") is not None
+    if begun and not resume:
         raise CableError(f"{str(folder)!r} holds a run. Add --resume to go on with it, or choose another with --out.")
     if resume and not path.exists():
         raise CableError(f"{str(folder)!r} holds no run to resume. Leave --resume out to begin one.")
-    if resume:
+    if begun:
         changed = _changes(path, recipe)
         if changed:
             raise CableError(f"the run in {str(folder)!r} has another recipe: {'; '.join(changed)}.")
     writable_folder(folder)
     write_atomically(path, to_toml(recipe))
+
+
+def _same_data(path: Path, manifest: str, resume: bool) -> None:
+    """Other tokens would be another order of samples."""
+    if resume and path.exists() and read_json(path).get("data") not in (None, manifest):
+        raise CableError("the tokens have changed since the run began: the hash of their manifest is another one.")
 
 
 def _changes(path: Path, recipe: Recipe) -> list[str]:
@@ -211,7 +221,7 @@ def _arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
         raise CableError("train.fsdp=true needs GPUs: accelerate shards nothing on the CPU. Leave it out there.")
     precision = part.precision
     if precision == "auto":
-        precision = "bf16" if cuda and torch.cuda.is_bf16_supported() else "fp32"
+        precision = "bf16" if cuda and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     return TrainingArguments(
         output_dir=str(folder),
         max_steps=part.steps,
@@ -229,7 +239,7 @@ def _arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
         optim="adamw_torch_fused" if cuda else "adamw_torch",
         bf16=precision == "bf16",
         fp16=precision == "fp16",
-        tf32=True if cuda else None,
+        tf32=True if cuda and torch.cuda.get_device_capability() >= (8, 0) else None,
         torch_compile=part.compile and cuda,
         seed=part.seed,
         logging_steps=part.log_every,
@@ -275,13 +285,23 @@ class _PretrainTrainer(DecayingTrainer):
         self.bad_step = torch.where(found, self.state.global_step, self.bad_step)
         return loss
 
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> Any:
+    def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> Any:
         if self.control.should_log or self.control.should_save or self.control.should_evaluate:
+            # fp16 skips updates whose gradients are not finite.
+            if grad_norm is not None and not self.args.fp16 and not math.isfinite(float(grad_norm)):
+                self._note_bad(self.state.global_step - 1)
             self.require_finite()
-        return super()._maybe_log_save_evaluate(*args, **kwargs)
+        return super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
+
+    def _note_bad(self, step: int) -> None:
+        self.bad_step = torch.where(self.bad_step < 0, step, self.bad_step)
 
     def require_finite(self) -> None:
-        step = int(getattr(self, "bad_step", -1))
+        if not hasattr(self, "bad_step"):
+            return
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(self.bad_step, op=dist.ReduceOp.MAX)  # all processes stop, or none
+        step = int(self.bad_step)
         if step < 0:
             return
         order: Any = self.train_dataset
@@ -290,7 +310,7 @@ class _PretrainTrainer(DecayingTrainer):
         numbers = [order.window(place) for place in range(first, first + self.windows_per_update)]
         shown = ", ".join(map(str, numbers[:8])) + (", …" if len(numbers) > 8 else "")
         raise CableError(
-            f"the loss is not finite at step {step + 1} (windows {shown}). The last good checkpoint: "
+            f"the loss or its gradient is not finite at step {step + 1} (windows {shown}). The last good checkpoint: "
             f"{last_complete_checkpoint(self.checkpoints) or 'none'}. A lower learning rate or more warm-up helps "
             "most often."
         )
@@ -309,14 +329,15 @@ class _Stop(TrainerCallback):
     """After a SIGTERM: save and stop, all processes at the same step."""
 
     def __init__(self, asked: list[int]):
-        self.asked = asked
+        self.asked, self.agreed = asked, False
 
     def on_step_end(self, args, state, control, **kwargs):  # type: ignore[no-untyped-def]
+        self.agreed = bool(self.asked)
         if dist.is_initialized() and dist.get_world_size() > 1:
-            flag = torch.tensor(len(self.asked), device=args.device)
+            flag = torch.tensor(int(self.agreed), device=args.device)
             dist.all_reduce(flag)
-            self.asked.extend([signal.SIGTERM] * (int(flag) - len(self.asked)))
-        if self.asked:
+            self.agreed = int(flag) > 0
+        if self.agreed:
             control.should_save = control.should_training_stop = True
 
 
@@ -329,6 +350,7 @@ class _Metrics(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):  # type: ignore[no-untyped-def]
         self.last_time, self.last_step = time.monotonic(), state.global_step
+        state.compute_steps(args, state.max_steps)  # a resumed state has those of the run before
         if state.is_world_process_zero and self.path.exists():
             lines = self.path.read_text(encoding="utf-8").splitlines()
             kept = [line for line in map(_parsed, lines) if line and line["step"] <= state.global_step]

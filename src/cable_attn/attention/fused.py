@@ -133,7 +133,7 @@ class _Problem:
         self.batch, self.heads, self.queries, dim = q.shape
         self.q, self.k, self.keys, self.scale = q, k, k.shape[2], scale
         self.sizes = (self.heads, self.heads // k.shape[1], self.queries, self.keys, start, window)
-        padded_dim = max(16, 1 << (dim - 1).bit_length())
+        padded_dim = padded(dim)
         self.tiles: Tiles = INTERPRETED
         if not interpreting():
             self.tiles = tiles_for(padded_dim, q.dtype, kernel, _capability(q.device))
@@ -216,7 +216,7 @@ def _split(q: Tensor, c: Tensor | None, packed: bool) -> tuple[Tensor, Tensor]:
     if c is None:
         return _none(q), _none(q)
     if packed:
-        return c.double().contiguous(), _none(q)
+        return c.to(torch.float64, copy=True).contiguous(), _none(q)  # an operator never gives back its input
     batch, heads, keys = c.shape
     blocks = _blocks(keys, BOUND_ROWS)
     off = torch.empty(batch, heads, keys, device=c.device, dtype=torch.float32)
@@ -424,6 +424,11 @@ def _on(device: torch.device) -> Any:
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(device)
+
+
+def padded(dim: int) -> int:
+    """A head dimension as the kernels lay it out: a power of two."""
+    return max(16, 1 << (dim - 1).bit_length())
 
 
 def _blocks(length: int, size: int) -> int:

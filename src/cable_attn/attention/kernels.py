@@ -537,8 +537,11 @@ def backward_keys(Q, K, V, OFF, BASE, G, COLS, DO, SHIFT, DELTA, OWN, ROWS, DK, 
         begin = lo
         end = hi
         if BOUNDED:
-            begin = tl.maximum(lo, (tl.load(BEGIN + bh * bounds + n0 // KEYS) // BM) * BM)
-            end = tl.minimum(hi, tl.load(END + bh * bounds + tl.minimum(n0 + BN - 1, Tk - 1) // KEYS))
+            # A tile holds one or two blocks of KEYS; a block that no row needs says from Tq to 0.
+            one = bh * bounds + n0 // KEYS
+            two = bh * bounds + tl.minimum(n0 + BN - 1, Tk - 1) // KEYS
+            begin = tl.maximum(lo, (tl.minimum(tl.load(BEGIN + one), tl.load(BEGIN + two)) // BM) * BM)
+            end = tl.minimum(hi, tl.maximum(tl.load(END + one), tl.load(END + two)))
         # A branch around the products would have the compiler run them one at a time.
         for m0 in range(begin, tl.minimum(mid, end), BM):
             dk, dv, dc = _keys_step(dk, dv, dc, k, v, off, key_base, columns, ones, j, q_head, do_head, off_head, base_head,

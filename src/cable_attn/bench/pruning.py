@@ -65,8 +65,9 @@ def measure(call: Call, epsilon: float) -> dict[str, float]:
     """The fused op with and without pruning beside cuDNN without a bias; the bounds' own cost is part of the time."""
     from triton.testing import do_bench_cudagraph
 
-    assert isinstance(call.bias, PotentialBias) and call.bias.g is not None
-    leaves = [t.detach().clone().requires_grad_() for t in (call.q, call.k, call.v, call.bias.c, call.bias.g)]
+    assert isinstance(call.bias, PotentialBias)
+    gain = torch.ones(call.q.shape[:3], device=call.q.device) if call.bias.g is None else call.bias.g
+    leaves = [t.detach().clone().requires_grad_() for t in (call.q, call.k, call.v, call.bias.c, gain)]
     q, k, v, c, g = leaves
     whole = replace(call, q=q, k=k, v=v, bias=PotentialBias(c, g))
     pruned = replace(whole, prune=epsilon)

@@ -43,7 +43,7 @@ def attention_markdown(rows: list[dict[str, Any]]) -> str:
 
 def pruning_markdown(rows: list[dict[str, Any]]) -> str:
     """All layers of a model together, by length; milliseconds forward / forward+backward; the last run."""
-    rows = latest(rows)
+    rows = list({(row["tokens"], row["layer"]): row for row in latest(rows)}.values())
     lines = ["| tokens | blocks kept | cuDNN, no bias | fused | fused and pruned | cuDNN / pruned |", "|---" * 6 + "|"]
     for tokens in sorted({row["tokens"] for row in rows}):
         layers = [row for row in rows if row["tokens"] == tokens]

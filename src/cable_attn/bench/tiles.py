@@ -43,7 +43,7 @@ class Problem:
     def __init__(self, shape: Shape, bias: str):
         q, k, v, c, g = (leaf.detach() for leaf in Inputs.random(shape).leaves)
         numbers: Any = (shape.dim**-0.5, True, 0, 0, BIASES[bias], 0.0)
-        self.key = (shape.dim, torch.bfloat16, BIASES[bias])
+        self.key = (fused.padded(shape.dim), torch.bfloat16, BIASES[bias])
         self.tiles: Tiles = tiles.tiles_for(*self.key, torch.cuda.get_device_capability())
         self.forward: Any = partial(fused._forward, q, k, v, c, g, None, None, *numbers)
         rest: Any = (*self.forward(), *numbers, True)
@@ -99,7 +99,7 @@ def run(shape: Shape, bias: str, tell: Callable[[str], None]) -> Iterator[dict[s
 def best(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The entry for a tiles file: what ``CABLE_TILES`` names."""
     first = rows[0]
-    entry = {"dim": first["shape"]["dim"], "dtype": "bfloat16", "kernel": BIASES[first["bias"]]}
+    entry = {"dim": fused.padded(first["shape"]["dim"]), "dtype": "bfloat16", "kernel": BIASES[first["bias"]]}
     for kernel in SIZES:
         entry[kernel + "_tile"] = min((row for row in rows if row["kernel"] == kernel), key=lambda row: row["ms"])[
             "tile"

@@ -7,6 +7,7 @@ updates warms up; the median rate of the log lines of the second half counts.
 from __future__ import annotations
 
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -57,17 +58,24 @@ def _cell(size: str, encoding: str, settings: list[str], folder: Path) -> dict[s
     out = Path(tempfile.mkdtemp(dir=folder)) / "run"
     command = [sys.executable, "-m", "cable_attn", "train", name, *settings, "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True)
+    try:
+        return row | _measured(done, out, chosen, row)
+    finally:
+        shutil.rmtree(out, ignore_errors=True)  # a checkpoint is gigabytes
+
+
+def _measured(done: Any, out: Path, chosen: recipes.Recipe, row: dict[str, Any]) -> dict[str, Any]:
     if done.returncode:
-        return row | {"error": (done.stderr.strip() or done.stdout.strip()).splitlines()[-1][-300:]}
+        return {"error": (done.stderr.strip() or done.stdout.strip()).splitlines()[-1][-300:]}
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     rates = [line["tokens_per_second"] for line in lines if "loss" in line and line["step"] > chosen.train.steps / 2]
     if not rates:
         raise CableError(f"{chosen.train.steps} steps are too few to measure; give at least 20.")
-    row |= {"tokens_per_second": statistics.median(rates), "peak_mib": lines[-1].get("peak_memory_mib")}
-    return row | {"mfu": _use_of_gpu(chosen, row)}
+    rate = statistics.median(rates)
+    return {"tokens_per_second": rate, "peak_mib": lines[-1].get("peak_memory_mib"), "mfu": _mfu(chosen, row, rate)}
 
 
-def _use_of_gpu(chosen: recipes.Recipe, row: dict[str, Any]) -> float | None:
+def _mfu(chosen: recipes.Recipe, row: dict[str, Any], rate: float) -> float | None:
     """The share of the GPU's peak: 6 operations a parameter and token, and causal attention."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     peak = next((peak for key, peak in PEAKS.items() if key in name), None)
@@ -75,4 +83,4 @@ def _use_of_gpu(chosen: recipes.Recipe, row: dict[str, Any]) -> float | None:
         return None
     shapes = {"tiny": (6, 512), "small": (12, 768), "medium": (24, 1024)}
     layers, width = shapes[row["size"]]
-    return float(row["tokens_per_second"] * (6 * row["parameters"] + 6 * layers * width * chosen.data.length) / peak)
+    return float(rate * (6 * row["parameters"] + 6 * layers * width * chosen.data.length) / peak)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import numpy as np
 
 from cable_attn.data.corpus import Document
 from cable_attn.data.sources import Stream
-from cable_attn.data.tokenizers import TextTokenizer
+from cable_attn.data.tokenizers import HuggingFaceTokenizer, TextTokenizer, load_tokenizer
 from cable_attn.errors import CableError, require_known
 from cable_attn.files import read_json, write_atomically, write_json
 
@@ -42,6 +42,8 @@ class Request:
     tokens: int | None = None
     """Stop after so many tokens of each split."""
     shard_tokens: int = SHARD_TOKENS
+    column: str = "text"
+    held_out: float | None = None
 
 
 def prepare(
@@ -49,9 +51,11 @@ def prepare(
 ) -> dict[str, Any]:
     """Write the shards that are not there yet; the manifest."""
     folder.mkdir(parents=True, exist_ok=True)
-    manifest = _begin(folder, request, tokenizer)
+    manifest = _begin(folder, request, tokenizer, list(streams))
+    if (folder / "tokenizer").is_dir():  # a learned one is never learned twice
+        tokenizer = HuggingFaceTokenizer(request.tokenizer, load_tokenizer(str(folder / "tokenizer")))
     for split, stream in streams.items():
-        entry = manifest["splits"].setdefault(split, {"tokens": 0, "documents": 0, "shards": [], "complete": False})
+        entry = manifest["splits"][split]
         if entry["complete"]:
             continue
         for shard, documents in _cut(stream(entry["documents"]), entry["tokens"], request, tokenizer, split, tell):
@@ -68,8 +72,8 @@ def prepare(
     return manifest
 
 
-def _begin(folder: Path, request: Request, tokenizer: TextTokenizer) -> dict[str, Any]:
-    asked = {"source": request.source, "tokens": request.tokens, "shard_tokens": request.shard_tokens}
+def _begin(folder: Path, request: Request, tokenizer: TextTokenizer, splits: list[str]) -> dict[str, Any]:
+    asked = {key: value for key, value in asdict(request).items() if key != "tokenizer"}
     described = {"name": request.tokenizer, "vocab_size": tokenizer.vocab_size, "separator": tokenizer.separator}
     if (folder / MANIFEST).exists():
         manifest = read_manifest(folder)
@@ -79,11 +83,12 @@ def _begin(folder: Path, request: Request, tokenizer: TextTokenizer) -> dict[str
                 f"{manifest['tokenizer']['name']!r}). Choose another folder, or delete this one."
             )
         return manifest
-    if any(folder.iterdir()):
+    if any(path.name != "tokenizer" and not path.name.endswith(".partial") for path in folder.iterdir()):
         raise CableError(f"{str(folder)!r} is not empty and holds no {MANIFEST}. Choose another folder.")
     tokenizer.save(folder / "tokenizer")
     dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
-    manifest = {"version": LATEST, "request": asked, "tokenizer": described, "dtype": dtype, "splits": {}}
+    empty = {split: {"tokens": 0, "documents": 0, "shards": [], "complete": False} for split in splits}
+    manifest = {"version": LATEST, "request": asked, "tokenizer": described, "dtype": dtype, "splits": empty}
     write_json(folder / MANIFEST, manifest)
     return manifest
 
@@ -133,6 +138,7 @@ def _write_shard(folder: Path, split: str, number: int, tokens: np.ndarray, begi
         "tokens": len(tokens),
         "documents": len(begins),
         "sha256": hashlib.sha256(content).hexdigest(),
+        "documents_sha256": hashlib.sha256(buffer.getvalue()).hexdigest(),
     }
 
 
@@ -157,11 +163,22 @@ def verify(folder: Path, tell: Callable[[str], None] | None = None) -> list[str]
             if tell is not None:
                 tell(shard["file"])
             problem = _size_problem(folder, shard, manifest["dtype"])
-            if problem is None and _sha256(folder / shard["file"]) != shard["sha256"]:
-                problem = f"{shard['file']}: altered, its hash is not that of the manifest"
             if problem is not None:
                 wrong.append(problem)
+                continue
+            for path, expected in (
+                (folder / shard["file"], shard["sha256"]),
+                (_documents(folder, shard), shard["documents_sha256"]),
+            ):
+                if not path.is_file():
+                    wrong.append(f"{path.name}: missing")
+                elif _sha256(path) != expected:
+                    wrong.append(f"{path.name}: altered, its hash is not that of the manifest")
     return wrong
+
+
+def _documents(folder: Path, shard: dict[str, Any]) -> Path:
+    return folder / shard["file"].replace(".bin", ".documents.npy")
 
 
 def _size_problem(folder: Path, shard: dict[str, Any], dtype: str) -> str | None:
@@ -186,6 +203,8 @@ class Tokens:
         manifest = read_manifest(folder)
         require_known("split", split, manifest["splits"])
         entry = manifest["splits"][split]
+        if not entry["complete"]:
+            raise CableError(f"{str(folder)!r}: split {split!r} is not complete. Run cable data prepare again.")
         for shard in entry["shards"]:
             if problem := _size_problem(folder, shard, manifest["dtype"]):
                 raise CableError(f"{str(folder)!r}: {problem}. Delete the folder and prepare it again.")
@@ -194,8 +213,11 @@ class Tokens:
         self.manifest_hash = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
         self.parts = [np.memmap(folder / shard["file"], dtype=dtype, mode="r") for shard in entry["shards"]]
         self.starts = np.cumsum([0, *(len(part) for part in self.parts)])
-        files = [folder / shard["file"].replace(".bin", ".documents.npy") for shard in entry["shards"]]
-        begins = [np.load(file) + start for file, start in zip(files, self.starts)]
+        files = [_documents(folder, shard) for shard in entry["shards"]]
+        try:
+            begins = [np.load(file) + start for file, start in zip(files, self.starts)]
+        except (OSError, ValueError) as error:
+            raise CableError(f"{str(folder)!r}: {error}. cable data verify tells more.") from error
         self.document_starts = np.concatenate([np.zeros(0, np.int64), *begins])
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -25,13 +26,18 @@ class HubDataset:
     """Our split → the dataset's."""
     held_out: float = 0.0
     """The share of documents of the one split that goes to validation."""
+    heading: str | None = None
+    """Rows are lines; one that matches begins a new document."""
 
 
 HUB = {
     "fineweb-edu": HubDataset("HuggingFaceFW/fineweb-edu", "sample-10BT", {"train": "train"}, held_out=0.01),
     "fineweb-1b": HubDataset("HuggingFaceFW/fineweb", "sample-10BT", {"test": "train"}),
     "wikitext-103": HubDataset(
-        "Salesforce/wikitext", "wikitext-103-raw-v1", {"train": "train", "validation": "validation", "test": "test"}
+        "Salesforce/wikitext",
+        "wikitext-103-raw-v1",
+        {"train": "train", "validation": "validation", "test": "test"},
+        heading=r" = [^=].* = \n?$",
     ),
 }
 """fineweb-edu gives the paper's 9.9B/0.1B tokens; fineweb-1b is cut with --tokens 1000000000."""
@@ -137,12 +143,32 @@ def _hub_streams(dataset: HubDataset, column: str, held_out: float | None) -> di
 
 
 def _hub_stream(dataset: HubDataset, split: str, column: str) -> Stream:
+    def articles() -> Iterator[Document]:
+        lines = (_text(row, column, dataset.id) for row in _load(dataset, split))
+        return join_lines(lines, dataset.heading or "", f"{dataset.id}:{split}")
+
+    if dataset.heading is not None:
+        return _skip(articles)
+
     def stream(start: int) -> Iterator[Document]:
         rows = _load(dataset, split)
         for n, row in enumerate(rows.skip(start) if start else rows, start):
             yield Document(f"{dataset.id}:{split}:{n}", _text(row, column, f"{dataset.id}, row {n}"))
 
     return stream
+
+
+def join_lines(lines: Iterable[str], heading: str, name: str) -> Iterator[Document]:
+    """Lines as documents, a new one at each heading."""
+    gathered: list[str] = []
+    count = 0
+    for line in lines:
+        if re.match(heading, line) and "".join(gathered).strip():
+            yield Document(f"{name}:{count}", "".join(gathered))
+            gathered, count = [], count + 1
+        gathered.append(line)
+    if "".join(gathered).strip():
+        yield Document(f"{name}:{count}", "".join(gathered))
 
 
 def _load(dataset: HubDataset, split: str) -> Any:

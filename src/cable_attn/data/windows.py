@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from cable_attn.data.shards import Tokens
 from cable_attn.errors import CableError
@@ -47,6 +49,7 @@ class Order(Dataset):
     def __init__(self, windows: Dataset, seed: int, samples: int):
         self.windows, self.seed, self.samples = windows, seed, samples
         self._epoch, self._permutation = -1, np.zeros(0, np.int64)
+        self._here = os.getpid()
 
     def __len__(self) -> int:
         return self.samples
@@ -60,6 +63,10 @@ class Order(Dataset):
         return int(self._permutation[place])
 
     def __getitem__(self, place: int) -> dict[str, Tensor]:
+        if self._here != os.getpid():
+            self._here = os.getpid()
+            if get_worker_info() is not None:
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the run decides when to stop, not its workers
         return self.windows[self.window(place)]
 
 
@@ -72,8 +79,11 @@ class Masked(Dataset):
     def __init__(self, samples: Dataset, tokenizer: Any, share: float, seed: int):
         from transformers import DataCollatorForLanguageModeling
 
-        if tokenizer.mask_token_id is None:
-            raise CableError("masked language modelling needs a tokenizer with a mask token, and this one has none.")
+        if tokenizer is None or tokenizer.mask_token_id is None:
+            raise CableError(
+                "masked tokens need a tokenizer with a mask token, and the data's has none. "
+                "Prepare it with --tokenizer bert-base-uncased or bpe:SIZE."
+            )
         self.samples, self.seed = samples, seed
         self.collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=share)
         self.special = torch.tensor(sorted(tokenizer.all_special_ids))
