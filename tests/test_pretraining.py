@@ -178,13 +178,15 @@ def metrics_lines(folder: Path) -> int:
 
 
 def test_sigterm_saves_and_exits(shards, tmp_path):
+    """Sent to the whole group, as a scheduler does: also to the processes that load data."""
+    settings = ["save_every=1000", "steps=2000", "workers=1"]
     process = subprocess.Popen(
-        command(shards, tmp_path / "run", "save_every=1000", "steps=2000"), stdout=subprocess.PIPE
+        command(shards, tmp_path / "run", *settings), stdout=subprocess.PIPE, start_new_session=True
     )
     while metrics_lines(tmp_path / "run") < 3:
         time.sleep(0.01)
         assert process.poll() is None
-    process.terminate()
+    os.killpg(process.pid, signal.SIGTERM)
     output = process.communicate(timeout=60)[0].decode()
     assert process.returncode == 128 + signal.SIGTERM and "--resume" in output
     saved = last_complete_checkpoint(tmp_path / "run/checkpoints")
