@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 import pickle
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 
 from cable_attn.cli import app
 from cable_attn.data import train_bpe
-from cable_attn.data.shards import Request, Tokens, prepare, read_manifest, verify
+from cable_attn.data.shards import Request, Tokens, import_tokens, prepare, read_manifest, verify
 from cable_attn.data.sources import HUB, join_lines, open_source
 from cable_attn.data.tokenizers import HuggingFaceTokenizer, find_tokenizer
 from cable_attn.data.windows import Masked, Order, TokenWindows
@@ -214,3 +215,20 @@ def test_the_command_prepares_the_embedded_corpus(tmp_path):
     assert {split: entry["tokens"] for split, entry in manifest["splits"].items()} == dict.fromkeys(
         ("train", "validation", "test"), 5000
     )
+
+
+def test_tokens_made_elsewhere(tmp_path):
+    tokens = np.asarray([9, 1, 2, 9, 3, 9, 4, 5, 6, 7], dtype="<u2")
+    (tmp_path / "a.bin.xz").write_bytes(lzma.compress(tokens.tobytes()))
+    manifest = import_tokens(tmp_path / "d", {"train": tmp_path / "a.bin.xz"}, 10, 9, shard_tokens=4)
+    assert [shard["tokens"] for shard in manifest["splits"]["train"]["shards"]] == [5, 5]
+    found = Tokens(tmp_path / "d", "train")
+    assert found.slice(0, 10).tolist() == tokens.tolist() and found.document_starts.tolist() == [0, 3, 5]
+    assert verify(tmp_path / "d") == []
+    (tmp_path / "b.bin").write_bytes(tokens[1:].tobytes())
+    with pytest.raises(CableError, match="does not begin with the separator 9"):
+        import_tokens(tmp_path / "e", {"train": tmp_path / "b.bin"}, 10, 9)
+    with pytest.raises(CableError, match="has the token 9; the vocabulary has 8"):
+        import_tokens(tmp_path / "f", {"train": tmp_path / "a.bin.xz"}, 8, 7)
+    result = CliRunner().invoke(app, ["data", "import", "books.bin", "--out", str(tmp_path / "g")])
+    assert isinstance(result.exception, CableError) and "SPLIT=FILE" in str(result.exception)

@@ -298,10 +298,35 @@ def data_prepare(
         manifest = prepare(
             out, Request(source, tokenizer, tokens, shard_tokens, column, held_out), streams, chosen, tell
         )
+    console.print(_splits_table(manifest, out))
+
+
+@data_app.command(name="import")
+def data_import(
+    files: Annotated[list[str], typer.Argument(help="SPLIT=FILE, like train=books.bin: uint16 tokens, also .xz.")],
+    out: Annotated[Path, typer.Option(help="Folder for the shards.")],
+    vocab_size: Annotated[int, typer.Option(min=2, help="Of the tokenizer that made the tokens.")] = 50257,
+    separator: Annotated[int, typer.Option(min=0, help="The token before each document.")] = 50256,
+) -> None:
+    """Take over tokens that were made elsewhere, GPT-2's by default.
+
+    Example: `cable data import train=books.bin validation=more.bin --out data/books`
+    """
+    from cable_attn.data.shards import import_tokens
+
+    pairs = [file.partition("=") for file in files]
+    wrong = [split for split, equals, _ in pairs if not equals]
+    if wrong:
+        raise CableError(f"each file is SPLIT=FILE, like train=books.bin; got {wrong[0]!r}.")
+    manifest = import_tokens(out, {split: Path(path) for split, _, path in pairs}, vocab_size, separator)
+    console.print(_splits_table(manifest, out))
+
+
+def _splits_table(manifest: dict[str, Any], out: Path) -> Table:
     table = Table("split", "tokens", "documents", "shards", title=str(out))
     for split, entry in manifest["splits"].items():
         table.add_row(split, f"{entry['tokens']:,}", f"{entry['documents']:,}", str(len(entry["shards"])))
-    console.print(table)
+    return table
 
 
 @data_app.command(name="verify")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import lzma
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -70,6 +71,61 @@ def prepare(
     if "train" in empty or len(empty) == len(streams):
         raise CableError(f"source {request.source!r} has no text for {', '.join(empty)}.")
     return manifest
+
+
+@dataclass
+class Imported:
+    """Stands for the tokenizer of tokens that were made elsewhere."""
+
+    name: str
+    vocab_size: int
+    separator: int | None
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        raise NotImplementedError
+
+    def save(self, folder: Path) -> None: ...
+
+
+def import_tokens(
+    folder: Path, files: dict[str, Path], vocab_size: int, separator: int, shard_tokens: int = SHARD_TOKENS
+) -> dict[str, Any]:
+    """Shards of tokens made elsewhere: uint16 files (also .xz), a separator before each document."""
+    source = ",".join(f"{split}={path.name}" for split, path in files.items())
+    request = Request(source, "imported", None, shard_tokens)
+    folder.mkdir(parents=True, exist_ok=True)
+    manifest = _begin(folder, request, Imported("imported", vocab_size, separator), list(files))
+    for split, path in files.items():
+        entry = manifest["splits"][split]
+        if entry["complete"]:
+            continue
+        tokens = _read_tokens(path, vocab_size)
+        begins = np.flatnonzero(tokens == separator)
+        if not len(begins) or begins[0] != 0:
+            raise CableError(f"{str(path)!r} does not begin with the separator {separator}.")
+        while entry["tokens"] < len(tokens):
+            start = entry["tokens"]
+            later = begins[begins >= start + shard_tokens]
+            stop = int(later[0]) if len(later) else len(tokens)
+            inside = begins[(begins >= start) & (begins < stop)] - start
+            number = len(entry["shards"])
+            entry["shards"].append(_write_shard(folder, split, number, tokens[start:stop], inside.tolist()))
+            entry["tokens"], entry["documents"] = stop, entry["documents"] + len(inside)
+            write_json(folder / MANIFEST, manifest)
+        entry["complete"] = True
+        write_json(folder / MANIFEST, manifest)
+    return manifest
+
+
+def _read_tokens(path: Path, vocab_size: int) -> np.ndarray:
+    try:
+        content = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
+        tokens = np.frombuffer(content, dtype="<u2")
+    except (OSError, ValueError, lzma.LZMAError) as error:
+        raise CableError(f"{str(path)!r} is not a file of uint16 tokens: {error}.") from error
+    if len(tokens) and tokens.max() >= vocab_size:
+        raise CableError(f"{str(path)!r} has the token {tokens.max()}; the vocabulary has {vocab_size}.")
+    return tokens
 
 
 def _begin(folder: Path, request: Request, tokenizer: TextTokenizer, splits: list[str]) -> dict[str, Any]:
