@@ -274,6 +274,7 @@ def test_pruning_is_refused_with_a_reason(bias, prune, words):
         ({"kind": "toeplitz"}, "take potential biases, not ToeplitzBias"),
         ({"scale": 0.0}, "need a positive scale"),
         ({"query_start": torch.tensor(0)}, "known only on the device"),
+        ({"dim": 136, "prune": 1e-3, "kind": "gain"}, "pruning in float32 takes head dimensions up to 128"),
     ],
 )
 def test_what_the_kernels_cannot_do_is_said_by_name(change, words):

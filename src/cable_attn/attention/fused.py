@@ -48,6 +48,8 @@ def refuses(call: Call) -> str | None:
         return "the fused kernels have no soft-capping"
     if call.dropout:
         return "the fused kernels have no attention dropout"
+    if call.prune and q.dtype == torch.float32 and q.shape[-1] > 128:
+        return "pruning in float32 takes head dimensions up to 128: the bounds need more shared memory than GPUs have"
     if isinstance(call.layout.query_start, Tensor):
         return "the queries' place is known only on the device (a static cache)"
     return None
