@@ -18,7 +18,7 @@ from cable_attn.cli import app
 from cable_attn.data import train_bpe
 from cable_attn.data.shards import Request, Tokens, import_tokens, prepare, read_manifest, verify
 from cable_attn.data.sources import HUB, join_lines, open_source
-from cable_attn.data.tokenizers import HuggingFaceTokenizer, find_tokenizer
+from cable_attn.data.tokenizers import find_tokenizer
 from cable_attn.data.windows import Masked, Order, TokenWindows
 from cable_attn.errors import CableError
 
@@ -41,7 +41,7 @@ def made(folder: Path, source: Path, tokenizer=None, shard_tokens: int = 100, **
 class Words:
     """One token a word; fails after so many batches."""
 
-    name, vocab_size, separator = "words", 70000, 0
+    vocab_size, separator = 70000, 0
 
     def __init__(self, batches: int = 10**9):
         self.left = batches
@@ -194,7 +194,7 @@ def test_separate_documents_never_predict_the_next(tmp_path, texts):
 def test_masks_depend_on_the_place_alone():
     from cable_attn.data import embedded_corpus
 
-    tokenizer = HuggingFaceTokenizer("x", train_bpe(embedded_corpus("test"), 400, mask=True)).tokenizer
+    tokenizer = train_bpe(embedded_corpus("test"), 400, mask=True)
     rows = [{"input_ids": torch.randint(5, 400, (2000,))} for _ in range(3)]
     masked = Masked(rows, tokenizer, 0.15, seed=1)
     first, other = masked[1], masked[2]

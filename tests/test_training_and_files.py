@@ -47,12 +47,12 @@ def test_a_cut_run_ends_as_if_never_cut(tmp_path):
         def on_step_end(self, args, state, control, **kwargs):
             steps.append(state.global_step)
 
-    original = training_module._Progress
-    training_module._Progress = lambda on_step: Count()
+    original = training_module.Watching
+    training_module.Watching = lambda on_step: Count()
     try:
         again = trained(tmp_path / "cut")
     finally:
-        training_module._Progress = original
+        training_module.Watching = original
     assert steps == list(range(5, 13))
     for a, b in zip(whole.parameters(), again.parameters()):
         assert torch.equal(a, b)

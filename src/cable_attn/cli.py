@@ -198,19 +198,18 @@ def train(
     """
     from cable_attn import pretraining
     from cable_attn import recipe as recipes
+    from cable_attn.training import leads, processes
 
     if show or not recipe:
         console.print("\n".join(recipes.builtin()), highlight=False)
         return
     if (Path(recipe) / "recipe.toml").is_file():
-        chosen, folder = pretraining.resumable(Path(recipe), overrides or []), out or Path(recipe)
+        chosen, folder = recipes.load(f"{recipe}/recipe.toml", overrides or []), out or Path(recipe)
     else:
         chosen = recipes.load(recipe, overrides or [])
         folder = out or Path("runs") / f"{Path(recipe).stem}-{chosen.model.encoding}"
-    devices = int(os.environ.get("WORLD_SIZE", "1"))
-    plan = pretraining.plan(chosen, devices)
-    leads = int(os.environ.get("RANK", "0")) == 0
-    if leads:
+    plan = pretraining.plan(chosen, processes())
+    if leads():
         model = chosen.model
         table = Table(show_header=False, title=f"{recipe}: {model.family} {model.preset}, {model.encoding}")
         for what, value in plan.items():
@@ -219,32 +218,33 @@ def train(
     if dry_run:
         return
     try:
-        _train(chosen, folder, resume, quiet=not leads)
+        _train(chosen, folder, resume)
     except pretraining.Stopped as stopped:
         console.print(str(stopped), markup=False, highlight=False)
         raise typer.Exit(128 + 15) from None
-    if leads:
+    if leads():
         console.print(f"Done. The model and metrics.jsonl are in {folder}", markup=False, highlight=False)
 
 
-def _train(chosen: Any, folder: Path, resume: bool, quiet: bool) -> None:
+def _train(chosen: Any, folder: Path, resume: bool) -> None:
     from cable_attn import pretraining
+    from cable_attn.training import leads
 
-    if quiet:
+    if not leads():
         pretraining.run(chosen, folder, resume)
         return
-    begun: dict[int, float] = {}
-    loss_line = ""
+    first: tuple[int, float] | None = None
+    shown = ""
     with _working() as progress:
         task = progress.add_task("training", total=chosen.train.steps, what="")
 
         def watch(step: int, loss: float | None) -> None:
-            nonlocal loss_line
-            loss_line = loss_line if loss is None else f"loss {loss:.3f}"
-            first, since = next(iter(begun.items()), (step, 0.0))
-            begun.setdefault(first, time.monotonic())
-            rate = (step - first) * chosen.train.tokens_per_update / max(time.monotonic() - since, 1e-9) if since else 0
-            progress.update(task, completed=step, what=f"{loss_line}  {rate:,.0f} tokens/s")
+            nonlocal first, shown
+            now = time.monotonic()
+            first = first or (step, now)
+            shown = shown if loss is None else f"loss {loss:.3f}"
+            rate = (step - first[0]) * chosen.train.tokens_per_update / max(now - first[1], 1e-9)
+            progress.update(task, completed=step, what=f"{shown}  {rate:,.0f} tokens/s")
 
         pretraining.run(chosen, folder, resume, watch)
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import os
 import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,13 +33,10 @@ from cable_attn.errors import CableError
 from cable_attn.files import read_json, writable_folder, write_atomically, write_json
 from cable_attn.models import CableBertConfig, CableBertForMaskedLM, CableGPTConfig, CableGPTForCausalLM
 from cable_attn.recipe import Recipe, load, to_toml
-from cable_attn.training import DecayingTrainer, last_complete_checkpoint
+from cable_attn.training import DecayingTrainer, Watcher, Watching, last_complete_checkpoint, leads, processes
 
 FREE = ("train.workers", "train.report_to", "train.keep", "train.log_every", "train.eval_every", "train.save_every")
 """What a resumed run may change: nothing of it touches the losses."""
-
-Watcher = Callable[[int, float | None], None]
-"""``watch(step, loss)`` after each update; the loss is None between two log lines."""
 
 
 class Stopped(Exception):
@@ -56,25 +52,29 @@ class Data:
     manifest: str
 
 
-def make_model(recipe: Recipe) -> PreTrainedModel:
-    part, length = recipe.model, recipe.data.length
-    config_class, model_class = (
-        (CableGPTConfig, CableGPTForCausalLM) if part.family == "gpt" else (CableBertConfig, CableBertForMaskedLM)
-    )
+MODELS: dict[str, tuple[Any, Any]] = {
+    "gpt": (CableGPTConfig, CableGPTForCausalLM),
+    "bert": (CableBertConfig, CableBertForMaskedLM),
+}
+
+
+def make_config(recipe: Recipe) -> CableGPTConfig | CableBertConfig:
+    part = recipe.model
+    settings = {
+        "encoding": part.encoding,
+        "encoding_options": part.encoding_options or None,
+        "vocab_size": part.vocab_size,
+        "max_position_embeddings": recipe.data.length,
+        **part.overrides,
+    }
     try:
-        config = config_class.preset(
-            part.preset,
-            **{
-                "encoding": part.encoding,
-                "encoding_options": part.encoding_options or None,
-                "vocab_size": part.vocab_size,
-                "max_position_embeddings": length,
-                **part.overrides,
-            },
-        )
+        return MODELS[part.family][0].preset(part.preset, **settings)
     except TypeError as error:
         raise CableError(f"model.overrides: {error}") from error
-    return model_class(config)
+
+
+def make_model(recipe: Recipe) -> PreTrainedModel:
+    return MODELS[recipe.model.family][1](make_config(recipe))
 
 
 def load_data(recipe: Recipe, folder: Path) -> Data:
@@ -100,7 +100,7 @@ def load_data(recipe: Recipe, folder: Path) -> Data:
 
 def _prepare_embedded(path: Path, vocab_size: int) -> None:
     """Made by one process; the others find it done."""
-    if int(os.environ.get("RANK", "0")) == 0:
+    if leads():
         name = f"bpe:{vocab_size}"
         streams = open_source("embedded")
         prepare(path, Request("embedded", name), streams, find_tokenizer(name, streams["train"](0)))
@@ -149,12 +149,11 @@ def run(recipe: Recipe, folder: Path, resume: bool = False, watch: Watcher | Non
     _same_data(folder / "environment.json", data.manifest, resume)
     with _stop_on_sigterm() as asked:
         stop = _Stop(asked)
-        callbacks = [stop, _Metrics(folder / "metrics.jsonl", recipe, watch)]
+        callbacks = [stop, _Metrics(folder / "metrics.jsonl", recipe), Watching(watch)]
         trainer = _PretrainTrainer(
             model=model, args=arguments, train_dataset=data.train, eval_dataset=data.validation, callbacks=callbacks
         )
         trainer.windows_per_update = recipe.windows_per_update
-        _quiet(trainer)
         if trainer.is_world_process_zero():
             write_json(folder / "environment.json", {**environment(), "data": data.manifest, "tokens": data.tokens})
         trainer.train(resume_from_checkpoint=last_complete_checkpoint(checkpoints) if resume else None)
@@ -168,7 +167,7 @@ def run(recipe: Recipe, folder: Path, resume: bool = False, watch: Watcher | Non
 def _claim(folder: Path, recipe: Recipe, resume: bool) -> None:
     """A run folder belongs to one recipe, from its first checkpoint on."""
     path = folder / "recipe.toml"
-    if int(os.environ.get("RANK", "0")) != 0:
+    if not leads():
         return
     begun = path.exists() and last_complete_checkpoint(folder / "checkpoints") is not None
     if begun and not resume:
@@ -199,11 +198,6 @@ def _changes(path: Path, recipe: Recipe) -> list[str]:
     ]
 
 
-def resumable(folder: Path, overrides: list[str]) -> Recipe:
-    """The recipe of a run folder."""
-    return load(str(folder / "recipe.toml"), overrides)
-
-
 def _require_trackers(names: list[str]) -> None:
     for name in names:
         if importlib.util.find_spec(name) is None:
@@ -216,7 +210,7 @@ def _require_trackers(names: list[str]) -> None:
 def _arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
     _require_trackers(recipe.train.report_to)
     part, cuda = recipe.train, torch.cuda.is_available()
-    devices = int(os.environ.get("WORLD_SIZE", "1"))
+    devices = processes()
     if part.fsdp and not cuda:
         raise CableError("train.fsdp=true needs GPUs: accelerate shards nothing on the CPU. Leave it out there.")
     precision = part.precision
@@ -289,12 +283,9 @@ class _PretrainTrainer(DecayingTrainer):
         if self.control.should_log or self.control.should_save or self.control.should_evaluate:
             # fp16 skips updates whose gradients are not finite.
             if grad_norm is not None and not self.args.fp16 and not math.isfinite(float(grad_norm)):
-                self._note_bad(self.state.global_step - 1)
+                self.bad_step = torch.where(self.bad_step < 0, self.state.global_step - 1, self.bad_step)
             self.require_finite()
         return super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
-
-    def _note_bad(self, step: int) -> None:
-        self.bad_step = torch.where(self.bad_step < 0, step, self.bad_step)
 
     def require_finite(self) -> None:
         if not hasattr(self, "bad_step"):
@@ -344,8 +335,8 @@ class _Stop(TrainerCallback):
 class _Metrics(TrainerCallback):
     """metrics.jsonl: a line for each log entry, none twice after a resumed run."""
 
-    def __init__(self, path: Path, recipe: Recipe, watch: Watcher | None):
-        self.path, self.recipe, self.watch = path, recipe, watch
+    def __init__(self, path: Path, recipe: Recipe):
+        self.path, self.recipe = path, recipe
         self.last_time, self.last_step = time.monotonic(), 0
 
     def on_train_begin(self, args, state, control, **kwargs):  # type: ignore[no-untyped-def]
@@ -355,10 +346,6 @@ class _Metrics(TrainerCallback):
             lines = self.path.read_text(encoding="utf-8").splitlines()
             kept = [line for line in map(_parsed, lines) if line and line["step"] <= state.global_step]
             write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept))
-
-    def on_step_end(self, args, state, control, **kwargs):  # type: ignore[no-untyped-def]
-        if self.watch is not None:
-            self.watch(state.global_step, None)
 
     def on_log(self, args, state, control, logs=None, **kwargs):  # type: ignore[no-untyped-def]
         if not logs or not state.is_world_process_zero:
@@ -373,8 +360,6 @@ class _Metrics(TrainerCallback):
             line["peak_memory_mib"] = round(torch.cuda.max_memory_allocated() / 2**20)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-        if self.watch is not None and "loss" in logs:
-            self.watch(state.global_step, float(logs["loss"]))
 
 
 def _parsed(line: str) -> dict[str, Any] | None:
@@ -396,12 +381,6 @@ def _stop_on_sigterm() -> Iterator[list[int]]:
         yield asked
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _quiet(trainer: Any) -> None:
-    from transformers import PrinterCallback
-
-    trainer.remove_callback(PrinterCallback)
 
 
 def _save_model(trainer: Any, tokenizer: Any, folder: Path) -> None:

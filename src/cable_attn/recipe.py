@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 import tomllib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from cable_attn.errors import CableError, require_known
+from cable_attn.errors import CableError, require_known, unknown
 
 FAMILIES = ("gpt", "bert")
 
@@ -53,6 +54,7 @@ class TrainPart:
     precision: str = "auto"
     """auto: bf16 where the GPU has it, else fp32; or bf16, fp16, fp32."""
     compile: bool = False
+    """torch.compile, on a GPU."""
     fsdp: bool = False
     """Shard weights, gradients and optimizer over the GPUs (FSDP2) instead of copying them (DDP)."""
     log_every: int = 10
@@ -103,13 +105,14 @@ def builtin() -> list[str]:
     return sorted(path.name.removesuffix(".toml") for path in folder.iterdir() if path.name.endswith(".toml"))
 
 
-def load(name: str, overrides: list[str] = []) -> Recipe:  # noqa: B006
+def load(name: str, overrides: Sequence[str] = ()) -> Recipe:
     """A recipe by name or path, with ``key=value`` on top of it."""
     path = Path(name)
     if path.suffix == ".toml" and path.is_file():
         text = path.read_text(encoding="utf-8")
+    elif name not in builtin():
+        raise unknown("recipe", name, [*builtin(), "a .toml file"])
     else:
-        require_known("recipe", name, [*builtin(), "a .toml file"])
         text = (files("cable_attn") / "recipes" / f"{name}.toml").read_text(encoding="utf-8")
     try:
         tree = tomllib.loads(text)

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 from torch.utils.data import Dataset
@@ -16,6 +17,18 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from cable_attn.models.layers import undecayed_by_encodings
+
+Watcher = Callable[[int, float | None], None]
+"""``watch(step, loss)`` after each update; the loss is None between two log lines."""
+
+
+def leads() -> bool:
+    """Of several processes, the one that writes."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def processes() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 @dataclass(frozen=True)
@@ -34,12 +47,9 @@ def train(
     windows: Dataset,
     settings: TrainSettings,
     folder: Path,
-    on_step: Callable[[int, float | None], None] | None = None,
+    on_step: Watcher | None = None,
 ) -> list[dict[str, float]]:
-    """Train in place and return the log; ``folder`` keeps the checkpoints, from which a second call goes on.
-
-    ``on_step(step, loss)`` is called after each step; the loss is ``None`` between two log lines.
-    """
+    """Train in place and return the log; ``folder`` keeps the checkpoints, from which a second call goes on."""
     args = TrainingArguments(
         output_dir=str(folder),
         max_steps=settings.steps,
@@ -61,8 +71,7 @@ def train(
         dataloader_pin_memory=False,
     )
     set_seed(settings.seed)
-    trainer = DecayingTrainer(model=model, args=args, train_dataset=windows, callbacks=[_Progress(on_step)])
-    trainer.remove_callback(PrinterCallback)
+    trainer = DecayingTrainer(model=model, args=args, train_dataset=windows, callbacks=[Watching(on_step)])
     trainer.train(resume_from_checkpoint=last_complete_checkpoint(folder))
     return [entry for entry in trainer.state.log_history if "loss" in entry]
 
@@ -75,7 +84,7 @@ def last_complete_checkpoint(folder: Path) -> str | None:
             json.loads((path / TRAINER_STATE_NAME).read_text(encoding="utf-8"))  # the Trainer writes it last
             return str(path)
         except (OSError, ValueError):
-            if os.environ.get("RANK", "0") == "0":
+            if leads():
                 shutil.rmtree(path, ignore_errors=True)
     return None
 
@@ -87,19 +96,23 @@ def decayed_parameters(model: nn.Module) -> list[str]:
 
 
 class DecayingTrainer(Trainer):
-    """Weight decay where the paper has it."""
+    """Weight decay where the paper has it; says nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.remove_callback(PrinterCallback)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         return decayed_parameters(model)
 
 
-class _Progress(TrainerCallback):
-    def __init__(self, on_step: Callable[[int, float | None], None] | None):
-        self.on_step = on_step or (lambda step, loss: None)
+class Watching(TrainerCallback):
+    def __init__(self, watch: Watcher | None):
+        self.watch = watch or (lambda step, loss: None)
 
     def on_step_end(self, args, state, control, **kwargs):  # type: ignore[no-untyped-def]
-        self.on_step(state.global_step, None)
+        self.watch(state.global_step, None)
 
     def on_log(self, args, state, control, logs=None, **kwargs):  # type: ignore[no-untyped-def]
         if logs and "loss" in logs:
-            self.on_step(state.global_step, float(logs["loss"]))
+            self.watch(state.global_step, float(logs["loss"]))

@@ -192,7 +192,8 @@ def _forward(
     window: int,
     kernel: int,
     prune: float,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """out, log-sum-exp, the split potential, and the live keys."""
     from cable_attn.attention import kernels, pruning
 
     batch, heads, queries, dim = q.shape
@@ -318,26 +319,9 @@ class _Fused(torch.autograd.Function):
         return _gradients(ctx, do, _backward)
 
 
-@torch.library.custom_op("cable_attn::fused", mutates_args=())
-def _operator(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    c: Tensor | None,
-    g: Tensor | None,
-    key_mask: Tensor | None,
-    document_ids: Tensor | None,
-    scale: float,
-    causal: bool,
-    start: int,
-    window: int,
-    kernel: int,
-    prune: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The same for torch.compile, which sees one opaque operator."""
-    return _forward(  # type: ignore[return-value]
-        q, k, v, c, g, key_mask, document_ids, scale, causal, start, window, kernel, prune
-    )
+# The same for torch.compile, which sees two opaque operators.
+_operator = torch.library.custom_op("cable_attn::fused", _forward, mutates_args=())
+_backward_operator = torch.library.custom_op("cable_attn::fused_backward", _backward, mutates_args=())
 
 
 @_operator.register_fake
@@ -357,35 +341,6 @@ def _(q, k, v, c, g, key_mask, document_ids, scale, causal, start, window, kerne
         base = _none(q)
     lo, hi = (q.new_empty(bounds, dtype=torch.int32) if prune > 0 else _none(q) for _ in range(2))
     return out, lse, off, base, lo, hi
-
-
-@torch.library.custom_op("cable_attn::fused_backward", mutates_args=())
-def _backward_operator(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    key_mask: Tensor | None,
-    document_ids: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    off: Tensor,
-    base: Tensor,
-    lo: Tensor,
-    hi: Tensor,
-    scale: float,
-    causal: bool,
-    start: int,
-    window: int,
-    kernel: int,
-    prune: float,
-    need_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _backward(
-        do, q, k, v, g, key_mask, document_ids, out, lse, off, base, lo, hi,
-        scale, causal, start, window, kernel, prune, need_bias,
-    )  # fmt: skip
 
 
 @_backward_operator.register_fake

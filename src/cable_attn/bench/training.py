@@ -23,7 +23,7 @@ from cable_attn.data.shards import Request, prepare
 from cable_attn.data.sources import open_source
 from cable_attn.data.tokenizers import find_tokenizer
 from cable_attn.errors import CableError
-from cable_attn.pretraining import plan
+from cable_attn.pretraining import make_config, plan
 
 ENCODINGS = ("rope", "cable", "cable-nw", "alibi", "kerple-log", "t5", "fire", "learnable", "sinusoidal")
 MATERIALISED = "cable, materialised"
@@ -81,6 +81,6 @@ def _mfu(chosen: recipes.Recipe, row: dict[str, Any], rate: float) -> float | No
     peak = next((peak for key, peak in PEAKS.items() if key in name), None)
     if peak is None:
         return None
-    shapes = {"tiny": (6, 512), "small": (12, 768), "medium": (24, 1024)}
-    layers, width = shapes[row["size"]]
-    return float(rate * (6 * row["parameters"] + 6 * layers * width * chosen.data.length) / peak)
+    config = make_config(chosen)
+    attention = 6 * config.num_hidden_layers * config.hidden_size * chosen.data.length
+    return float(rate * (6 * row["parameters"] + attention) / peak)

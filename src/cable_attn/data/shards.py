@@ -28,7 +28,7 @@ MANIFEST = "manifest.json"
 SHARD_TOKENS = 100_000_000
 BATCH = 256
 """Documents tokenized at a time; the tokenizers use all cores for a batch."""
-LATEST = 1
+VERSION = 1
 
 OnTokens = Callable[[str, int], None]
 """``tell(split, tokens)`` as tokens are written."""
@@ -52,39 +52,22 @@ def prepare(
 ) -> dict[str, Any]:
     """Write the shards that are not there yet; the manifest."""
     folder.mkdir(parents=True, exist_ok=True)
-    manifest = _begin(folder, request, tokenizer, list(streams))
+    manifest = _begin(folder, request, tokenizer.vocab_size, tokenizer.separator, list(streams), tokenizer.save)
     if (folder / "tokenizer").is_dir():  # a learned one is never learned twice
-        tokenizer = HuggingFaceTokenizer(request.tokenizer, load_tokenizer(str(folder / "tokenizer")))
+        tokenizer = HuggingFaceTokenizer(load_tokenizer(str(folder / "tokenizer")))
     for split, stream in streams.items():
         entry = manifest["splits"][split]
         if entry["complete"]:
             continue
         for shard, documents in _cut(stream(entry["documents"]), entry["tokens"], request, tokenizer, split, tell):
             if len(shard):
-                entry["shards"].append(_write_shard(folder, split, len(entry["shards"]), shard, documents))
-                entry["tokens"] += len(shard)
-                entry["documents"] += len(documents)
-                write_json(folder / MANIFEST, manifest)
+                _add_shard(folder, manifest, split, shard, documents)
         entry["complete"] = True
         write_json(folder / MANIFEST, manifest)
     empty = [split for split in streams if not manifest["splits"][split]["tokens"]]
     if "train" in empty or len(empty) == len(streams):
         raise CableError(f"source {request.source!r} has no text for {', '.join(empty)}.")
     return manifest
-
-
-@dataclass
-class Imported:
-    """Stands for the tokenizer of tokens that were made elsewhere."""
-
-    name: str
-    vocab_size: int
-    separator: int | None
-
-    def encode(self, texts: list[str]) -> list[np.ndarray]:
-        raise NotImplementedError
-
-    def save(self, folder: Path) -> None: ...
 
 
 def import_tokens(
@@ -94,7 +77,7 @@ def import_tokens(
     source = ",".join(f"{split}={path.name}" for split, path in files.items())
     request = Request(source, "imported", None, shard_tokens)
     folder.mkdir(parents=True, exist_ok=True)
-    manifest = _begin(folder, request, Imported("imported", vocab_size, separator), list(files))
+    manifest = _begin(folder, request, vocab_size, separator, list(files))
     for split, path in files.items():
         entry = manifest["splits"][split]
         if entry["complete"]:
@@ -108,10 +91,7 @@ def import_tokens(
             later = begins[begins >= start + shard_tokens]
             stop = int(later[0]) if len(later) else len(tokens)
             inside = begins[(begins >= start) & (begins < stop)] - start
-            number = len(entry["shards"])
-            entry["shards"].append(_write_shard(folder, split, number, tokens[start:stop], inside.tolist()))
-            entry["tokens"], entry["documents"] = stop, entry["documents"] + len(inside)
-            write_json(folder / MANIFEST, manifest)
+            _add_shard(folder, manifest, split, tokens[start:stop], inside.tolist())
         entry["complete"] = True
         write_json(folder / MANIFEST, manifest)
     return manifest
@@ -128,9 +108,17 @@ def _read_tokens(path: Path, vocab_size: int) -> np.ndarray:
     return tokens
 
 
-def _begin(folder: Path, request: Request, tokenizer: TextTokenizer, splits: list[str]) -> dict[str, Any]:
+def _begin(
+    folder: Path,
+    request: Request,
+    vocab_size: int,
+    separator: int | None,
+    splits: list[str],
+    save_tokenizer: Callable[[Path], None] | None = None,
+) -> dict[str, Any]:
+    """The manifest of this request: the one that is there, or a new one."""
     asked = {key: value for key, value in asdict(request).items() if key != "tokenizer"}
-    described = {"name": request.tokenizer, "vocab_size": tokenizer.vocab_size, "separator": tokenizer.separator}
+    described = {"name": request.tokenizer, "vocab_size": vocab_size, "separator": separator}
     if (folder / MANIFEST).exists():
         manifest = read_manifest(folder)
         if manifest["request"] != asked or manifest["tokenizer"] != described:
@@ -141,10 +129,11 @@ def _begin(folder: Path, request: Request, tokenizer: TextTokenizer, splits: lis
         return manifest
     if any(path.name != "tokenizer" and not path.name.endswith(".partial") for path in folder.iterdir()):
         raise CableError(f"{str(folder)!r} is not empty and holds no {MANIFEST}. Choose another folder.")
-    tokenizer.save(folder / "tokenizer")
-    dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
+    if save_tokenizer is not None:
+        save_tokenizer(folder / "tokenizer")
+    dtype = "uint16" if vocab_size <= 2**16 else "uint32"
     empty = {split: {"tokens": 0, "documents": 0, "shards": [], "complete": False} for split in splits}
-    manifest = {"version": LATEST, "request": asked, "tokenizer": described, "dtype": dtype, "splits": empty}
+    manifest = {"version": VERSION, "request": asked, "tokenizer": described, "dtype": dtype, "splits": empty}
     write_json(folder / MANIFEST, manifest)
     return manifest
 
@@ -181,21 +170,27 @@ def _cut(
     yield np.concatenate([np.zeros(0, np.uint32), *parts]), begins
 
 
-def _write_shard(folder: Path, split: str, number: int, tokens: np.ndarray, begins: list[int]) -> dict[str, Any]:
-    name = f"{split}-{number:05d}"
-    dtype = read_manifest(folder)["dtype"]
-    content = tokens.astype(np.dtype(dtype).newbyteorder("<")).tobytes()
+def _add_shard(folder: Path, manifest: dict[str, Any], split: str, tokens: np.ndarray, begins: list[int]) -> None:
+    """Write a shard and, once it is whole, the manifest that knows it."""
+    entry = manifest["splits"][split]
+    name = f"{split}-{len(entry['shards']):05d}"
+    content = tokens.astype(np.dtype(manifest["dtype"]).newbyteorder("<")).tobytes()
     buffer = io.BytesIO()
     np.save(buffer, np.asarray(begins, dtype=np.int64))
     write_atomically(folder / f"{name}.documents.npy", buffer.getvalue())
     write_atomically(folder / f"{name}.bin", content)
-    return {
-        "file": f"{name}.bin",
-        "tokens": len(tokens),
-        "documents": len(begins),
-        "sha256": hashlib.sha256(content).hexdigest(),
-        "documents_sha256": hashlib.sha256(buffer.getvalue()).hexdigest(),
-    }
+    entry["shards"].append(
+        {
+            "file": f"{name}.bin",
+            "tokens": len(tokens),
+            "documents": len(begins),
+            "sha256": hashlib.sha256(content).hexdigest(),
+            "documents_sha256": hashlib.sha256(buffer.getvalue()).hexdigest(),
+        }
+    )
+    entry["tokens"] += len(tokens)
+    entry["documents"] += len(begins)
+    write_json(folder / MANIFEST, manifest)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -203,8 +198,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CableError(f"no prepared tokens in {str(folder)!r}. Make them: cable data prepare SOURCE {folder}")
     manifest: dict[str, Any] = read_json(path)
-    if manifest.get("version") != LATEST:
-        raise CableError(f"{path}: version {manifest.get('version')} is not known here (known: {LATEST}).")
+    if manifest.get("version") != VERSION:
+        raise CableError(f"{path}: version {manifest.get('version')} is not known here (known: {VERSION}).")
     return manifest
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cable_attn.data.corpus import EMBEDDED, Document, embedded_corpus, read_text
-from cable_attn.errors import CableError, require_known
+from cable_attn.errors import CableError, unknown
 
 READABLE = (".txt", ".md", ".jsonl", ".parquet")
 
@@ -61,8 +61,7 @@ def open_source(name: str, column: str = "text", held_out: float | None = None) 
         return _hold_out(_skip(lambda: _local(path, column)), 0.01 if held_out is None else held_out)
     if name.count("/") == 1 and not name.startswith((".", "/")):
         return _hub_streams(HubDataset(name, None, {"train": "train"}, 0.01), column, held_out)
-    require_known("source", name, ["embedded", *HUB, "a file or folder", "a dataset id owner/name"])
-    raise AssertionError
+    raise unknown("source", name, ["embedded", *HUB, "a file or folder", "a dataset id owner/name"])
 
 
 def _embedded(split: str) -> Stream:

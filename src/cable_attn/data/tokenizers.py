@@ -17,7 +17,6 @@ LEARN_FROM = 50_000_000
 
 
 class TextTokenizer(Protocol):
-    name: str
     vocab_size: int
     separator: int | None
     """Put before each document."""
@@ -28,9 +27,8 @@ class TextTokenizer(Protocol):
 
 
 class HuggingFaceTokenizer:
-    def __init__(self, name: str, tokenizer: Any):
-        self.name, self.tokenizer = name, tokenizer
-        self.vocab_size = len(tokenizer)
+    def __init__(self, tokenizer: Any):
+        self.tokenizer, self.vocab_size = tokenizer, len(tokenizer)
         ids = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.sep_token_id)
         self.separator = next((token for token in ids if token is not None), None)
 
@@ -46,7 +44,6 @@ class TiktokenTokenizer:
     """GPT-2's own; the ids are those of Hugging Face's gpt2."""
 
     def __init__(self) -> None:
-        self.name = "tiktoken"
         self.separator: int | None = 50256
         try:
             import tiktoken
@@ -76,8 +73,8 @@ def find_tokenizer(name: str, documents: Iterable[Document]) -> TextTokenizer:
         size = name.removeprefix("bpe:")
         if not size.isdigit():
             raise CableError(f"tokenizer {name!r}: the size of the vocabulary must be a number, as in bpe:4096.")
-        return HuggingFaceTokenizer(name, train_bpe(_some(documents), int(size), mask=True))
-    return HuggingFaceTokenizer(name, load_tokenizer(name))
+        return HuggingFaceTokenizer(train_bpe(_some(documents), int(size), mask=True))
+    return HuggingFaceTokenizer(load_tokenizer(name))
 
 
 def load_tokenizer(name: str) -> Any:

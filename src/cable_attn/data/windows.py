@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from typing import Any
 
@@ -49,7 +48,7 @@ class Order(Dataset):
     def __init__(self, windows: Dataset, seed: int, samples: int):
         self.windows, self.seed, self.samples = windows, seed, samples
         self._epoch, self._permutation = -1, np.zeros(0, np.int64)
-        self._here = os.getpid()
+        self._ignores_sigterm = False
 
     def __len__(self) -> int:
         return self.samples
@@ -63,10 +62,9 @@ class Order(Dataset):
         return int(self._permutation[place])
 
     def __getitem__(self, place: int) -> dict[str, Tensor]:
-        if self._here != os.getpid():
-            self._here = os.getpid()
-            if get_worker_info() is not None:
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the run decides when to stop, not its workers
+        if get_worker_info() is not None and not self._ignores_sigterm:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the run decides when to stop, not its workers
+            self._ignores_sigterm = True
         return self.windows[self.window(place)]
 
 
