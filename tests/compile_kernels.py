@@ -29,7 +29,7 @@ VARIANTS = {
 
 
 def pointer(name: str, data: str, packed: bool) -> str:
-    if name in ("Q", "K", "V", "O", "DO", "DK", "DV", "DQ", "COLS", "ROWS", "MEANS"):
+    if name in ("Q", "K", "V", "O", "DO", "DK", "DV", "DQ", "COLS", "ROWS", "MEANS", "LARGE_MEANS"):
         return f"*{data}"
     if name == "OFF":
         return "*fp64" if packed else "*fp32"
@@ -93,9 +93,9 @@ def jobs(generation: int) -> list[tuple]:
             shape = {"BM": tile.queries, "BN": tile.keys, "LATE": tile.late}
             todo.append((kernel, tile, {**flags, **shape}, data, generation))
     flags = {**CABLE, **PLAIN, "D": 64, "BD": 64, "PRECISION": "tf32", "BM": 128, "BN": 64}
-    flags |= {"SUMS": True, "NEAR_KEYS": 128, "WIDTH": 64, "SLACK_FACTOR": 1.001, "BLOCK": 128}
+    flags |= {"SUMS": True, "NEAR_KEYS": 128, "WIDTH": 64, "SLACK_FACTOR": 1.001, "BLOCK": 128, "BK": 64, "LARGE": 512}
     small = [kernels.split_potential, kernels.potential_columns, kernels.row_dots] if hopper else []
-    small += [pruning._means, pruning._bounds, pruning._rows] if hopper else []
+    small += [pruning._summarise, pruning._bounds, pruning._rows] if hopper else []
     return todo + [(kernel, Tile(128, 64, 8, 1), flags, "bf16", generation) for kernel in small]
 
 

@@ -1,15 +1,18 @@
 """Which keys a block of rows can leave out, with proof.
 
-Let a block of keys have the mean μ, the largest distance r of a key from μ, and the key n nearest to row i. Since c is
-sorted, what the block weighs for row i is at most
+Let a block of n keys have the mean μ, the largest distance r of a key from it, the largest variance λ in any direction,
+and the key f nearest to row i. Write R = ‖q_i‖ r and ρ = λ/r². The logits of the keys around their mean are at most R and
+their variance at most ρR², so by Bennett's inequality, and since c is sorted, the block weighs for row i at most
 
-    size · exp( q_i·μ + ‖q_i‖ r − g_i |c_i − c_n| ) / Z_i.
+    n · exp( q_i·μ − g_i |c_i − c_f| ) · (1 + ρ exp R) / Z_i.
 
 Z_i is at least the sum over the keys near row i, computed exactly, plus for each block further away, by Jensen's
-inequality, size · exp( q_i·μ − g_i |c_i − c_f| ) with f the block's furthest key. One small product of queries and means
-serves both. Blocks are dropped from the far end as long as their bounds add up to less than ε for every row; bidirectional
-rows do it at both ends, with ε/2 each. (Means are rounded to the precision of the keys: r is measured from the rounded
-mean, and the lower bound gives up ‖q_i‖ times what the rounding moved it.)
+inequality, n · exp( q_i·μ − g_i |c_i − c_l| ) with l the block's furthest key. One small product of queries and means serves
+both. Blocks are dropped from the far end as long as their bounds add up to less than ε for every row, first large blocks,
+then small ones; bidirectional rows do it at both ends, with ε/2 each.
+
+In practice λ is bounded by the Frobenius norm of the covariance. Means are rounded to the precision of the keys: both
+bounds give up ‖q_i‖ times what the rounding moved them.
 """
 
 from __future__ import annotations
@@ -28,12 +31,16 @@ from cable_attn.attention.kernels import KEYS, LOG2E, SPLIT, _from_base, _potent
 
 KEY_BLOCK = KEYS.value
 """Keys are dropped in blocks of so many."""
+LARGE_BLOCK = 512
+"""Far away, where nearly everything is dropped, in blocks of so many: a multiple of the small ones."""
 NEAR = 128
 """How many keys before (and after) a block of rows are counted exactly towards Z."""
 WIDE = 64
 """How many blocks of keys are looked at in one step."""
 SLACK = 1.001
 """For the rounding of norms and products."""
+SPREAD_SLACK = 1.05
+"""For the rounding of a covariance whose inputs have eight bits: 2⁻⁸ of its trace, which for 64 keys is at most 8 norms."""
 
 
 def live_keys(problem: _Problem, document_ids: Tensor | None, epsilon: float) -> tuple[Tensor, Tensor]:
@@ -42,25 +49,33 @@ def live_keys(problem: _Problem, document_ids: Tensor | None, epsilon: float) ->
 
     q, k = problem.q, problem.k
     causal = problem.flags["CAUSAL"]
-    blocks = triton.cdiv(problem.keys, KEY_BLOCK)
-    means = torch.empty(*k.shape[:2], blocks, k.shape[3], device=k.device, dtype=k.dtype)
-    radii, moved = torch.empty(2, *k.shape[:2], blocks, device=k.device, dtype=torch.float32)
-    shape = {"D": problem.flags["D"], "BD": problem.flags["BD"], "BN": KEY_BLOCK}
-    _means[(blocks, k.shape[0] * k.shape[1])](
-        k, means, radii, moved, *k.stride()[:3], k.shape[1], problem.keys, blocks, **shape, num_warps=4
-    )
     rows = triton.cdiv(problem.queries, BOUND_ROWS)
     lo = torch.empty(problem.batch, problem.heads, rows, device=q.device, dtype=torch.int32)
     hi = torch.empty_like(lo)
     first, end = _documents(document_ids, lo)
     flags = {key: value for key, value in problem.flags.items() if key not in ("KERNEL", "BOUNDED", "POTENTIAL")}
     _bounds[(rows, problem.batch * problem.heads)](
-        q, k, *problem.bias, means, radii, moved, lo, hi, *problem.masks, first, end,
-        *q.stride()[:3], *k.stride()[:3], *problem.sizes, blocks,
+        q, k, *problem.bias, *_summaries(problem, KEY_BLOCK), *_summaries(problem, LARGE_BLOCK), lo, hi, *problem.masks,
+        first, end, *q.stride()[:3], *k.stride()[:3], *problem.sizes,
         problem.scale * float(LOG2E.value), epsilon if causal else epsilon / 2,
-        BM=BOUND_ROWS, BN=KEY_BLOCK, NEAR_KEYS=NEAR, WIDTH=WIDE, SLACK_FACTOR=SLACK, num_warps=8, num_stages=1, **flags,
+        BM=BOUND_ROWS, BN=KEY_BLOCK, LARGE=LARGE_BLOCK, NEAR_KEYS=NEAR, WIDTH=WIDE, SLACK_FACTOR=SLACK, num_warps=8,
+        num_stages=1, **flags,
     )  # fmt: skip
     return lo, hi
+
+
+def _summaries(problem: _Problem, size: int) -> tuple[Tensor, Tensor]:
+    """The means of all blocks of keys, and their radii, spreads and rounding."""
+    k = problem.k
+    blocks = triton.cdiv(problem.keys, size)
+    means = torch.empty(*k.shape[:2], blocks, k.shape[3], device=k.device, dtype=k.dtype)
+    numbers = torch.empty(*k.shape[:2], blocks, 4, device=k.device, dtype=torch.float32)
+    _summarise[(blocks, k.shape[0] * k.shape[1])](
+        k, means, numbers, *k.stride()[:3], k.shape[1], problem.keys, blocks,
+        D=problem.flags["D"], BD=problem.flags["BD"], BN=size, BK=min(size, KEY_BLOCK), SLACK_FACTOR=SPREAD_SLACK,
+        num_warps=4,
+    )  # fmt: skip
+    return means, numbers
 
 
 def live_rows(lo: Tensor, hi: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor]:
@@ -90,46 +105,120 @@ def _documents(document_ids: Tensor | None, unused: Tensor) -> tuple[Tensor, Ten
 
 
 @triton.jit
-def _means(K, MEANS, RADII, MOVED, skb, skh, skt, key_heads, Tk, blocks, D: tl.constexpr, BD: tl.constexpr,
-           BN: tl.constexpr):  # fmt: skip
-    """For each block of keys its rounded mean, the largest distance from it, and how far the rounding moved it."""
+def _load_keys(K, j, skt, Tk, od, D: tl.constexpr):
+    return tl.load(
+        K + j.to(tl.int64)[:, None] * skt + od[None, :], mask=(j[:, None] < Tk) & (od[None, :] < D), other=0.0
+    )
+
+
+@triton.jit
+def _summarise(K, MEANS, NUMBERS, skb, skh, skt, key_heads, Tk, blocks, D: tl.constexpr, BD: tl.constexpr,
+               BN: tl.constexpr, BK: tl.constexpr, SLACK_FACTOR: tl.constexpr):  # fmt: skip
+    """For each block of keys its rounded mean; the radius, log2 of ρ (small blocks only), and how far the rounding moved."""
     n = tl.program_id(0)
     bk = tl.program_id(1)
-    j = n * BN + tl.arange(0, BN)
     od = tl.arange(0, BD)
-    base = K + (bk // key_heads).to(tl.int64) * skb + (bk % key_heads).to(tl.int64) * skh
-    mask = (j[:, None] < Tk) & (od[None, :] < D)
-    k = tl.load(base + j.to(tl.int64)[:, None] * skt + od[None, :], mask=mask, other=0.0).to(tl.float32)
-    mean = tl.sum(k, 0) / tl.minimum(Tk - n * BN, BN).to(tl.float32)
+    K += (bk // key_heads).to(tl.int64) * skb + (bk % key_heads).to(tl.int64) * skh
+    count = tl.minimum(Tk - n * BN, BN).to(tl.float32)
+    total = tl.zeros([BD], tl.float32)
+    for part in range(0, BN, BK):
+        total += tl.sum(_load_keys(K, n * BN + part + tl.arange(0, BK), skt, Tk, od, D).to(tl.float32), 0)
+    mean = total / count
     rounded = mean.to(MEANS.dtype.element_ty)
-    away = tl.where(mask, k - rounded.to(tl.float32)[None, :], 0.0)
     moved = mean - rounded.to(tl.float32)
+    furthest = tl.sum(mean * mean) * 1e-5  # a radius so small is rounding, and its ρ would be anything
+    spread = tl.full([], 0.0, tl.float32)  # log2 of ρ = 1
+    for part in range(0, BN, BK):
+        j = n * BN + part + tl.arange(0, BK)
+        away = _load_keys(K, j, skt, Tk, od, D).to(tl.float32) - mean[None, :]
+        away = tl.where((j[:, None] < Tk) & (od[None, :] < D), away, 0.0)
+        furthest = tl.maximum(furthest, tl.max(tl.sum(away * away, 1)))
+        if BN == BK:
+            low = (away / tl.maximum(tl.sqrt(furthest), 1e-30)).to(MEANS.dtype.element_ty)
+            product = tl.dot(low, tl.trans(low))
+            norm = tl.sqrt(tl.sum(tl.sum(product * product, 1)))
+            spread = tl.minimum(tl.log2(tl.maximum(norm, 1e-30) * SLACK_FACTOR / count), 0.0)
     where = bk.to(tl.int64) * blocks + n
     tl.store(MEANS + where * D + od, rounded, mask=od < D)
-    tl.store(RADII + where, tl.sqrt(tl.max(tl.sum(away * away, 1))))
-    tl.store(MOVED + where, tl.sqrt(tl.sum(moved * moved, 0)))
+    tl.store(NUMBERS + where * 4, tl.sqrt(furthest))
+    tl.store(NUMBERS + where * 4 + 1, spread)
+    tl.store(NUMBERS + where * 4 + 2, tl.sqrt(tl.sum(moved * moved, 0)))
 
 
 @triton.jit
-def _products(q, MEANS, block, inside, od, D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr):
-    """q_i·μ for these blocks: [rows, blocks]."""
+def _mean_logits(q, slope, ci, base, MEANS, OFF, BASE, block, inside, key, od, scale2, D: tl.constexpr, BD: tl.constexpr,
+                 LEFT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """q_i·μ − g_i |c_i − c_key| for these blocks, in base 2: [rows, blocks]."""
     place = MEANS + block.to(tl.int64)[None, :] * D + od[:, None]
     means = tl.load(place, mask=inside[None, :] & (od[:, None] < D), other=0.0)
-    return tl.dot(q, means, input_precision=PRECISION)
+    x = tl.dot(q, means, input_precision=PRECISION) * scale2
+    distance = ci[:, None] - (_potential(OFF, BASE, key, inside, PACKED) - base).to(tl.float32)[None, :]
+    if not LEFT:
+        distance = -distance
+    return x - slope[:, None] * distance
 
 
 @triton.jit
-def _at_key(OFF, BASE, key, inside, base, EXACT: tl.constexpr):
-    """c at these keys, from the rows' base."""
-    return (_potential(OFF, BASE, key, inside, EXACT) - base).to(tl.float32)
+def _at_least(begin, end, total, q, reach, slope, ci, base, begins, ends, MEANS, NUMBERS, OFF, BASE, Tk, od, scale2,
+              SIZE: tl.constexpr, WIDTH: tl.constexpr, LEFT: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+              PACKED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """What the blocks from ``begin`` to ``end`` add to Z at least, as a share of 2 to the ``total``."""
+    more = tl.zeros_like(total)
+    for some in range(begin, end, WIDTH):
+        block = some + tl.arange(0, WIDTH)
+        inside = block < end
+        last = tl.minimum((block + 1) * SIZE, Tk) - 1
+        furthest = last
+        if LEFT:
+            furthest = block * SIZE
+        x = _mean_logits(q, slope, ci, base, MEANS, OFF, BASE, block, inside, furthest, od, scale2, D, BD, LEFT, PACKED,
+                         PRECISION)  # fmt: skip
+        x -= reach[:, None] * tl.load(NUMBERS + block * 4 + 2, mask=inside, other=0.0)[None, :]
+        counts = inside[None, :] & (begins[:, None] <= block[None, :] * SIZE) & (last[None, :] < ends[:, None])
+        weight = tl.exp2(tl.minimum(x - total[:, None], 60.0)) * (last + 1 - block * SIZE).to(tl.float32)[None, :]
+        more += tl.sum(tl.where(counts, weight, 0.0), 1)
+    return more
 
 
 @triton.jit
-def _bounds(Q, K, OFF, BASE, G, MEANS, RADII, MOVED, LO, HI, KMASK, DOCS, FIRST, END, sqb, sqh, sqt, skb, skh, skt, H,
-            GROUP, Tq, Tk, start, window, blocks, scale2, epsilon, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
-            BN: tl.constexpr, NEAR_KEYS: tl.constexpr, WIDTH: tl.constexpr, SLACK_FACTOR: tl.constexpr,
-            CAUSAL: tl.constexpr, GAIN: tl.constexpr, WINDOW: tl.constexpr, PADDED: tl.constexpr, PACKED: tl.constexpr,
-            PRECISION: tl.constexpr):  # fmt: skip
+def _drop(dropped, most, spent, budget, q, reach, slope, ci, base, row, begins, ends, MEANS, NUMBERS, OFF, BASE, blocks, od,
+          scale2, SIZE: tl.constexpr, WIDTH: tl.constexpr, LEFT: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+          PACKED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """How many of the ``most`` blocks at one end can go, and what share of the budget they have used."""
+    some = tl.arange(0, WIDTH)
+    going = dropped < most
+    while going:
+        inside = dropped + some < most
+        if LEFT:
+            block = dropped + some
+            nearest = block * SIZE + SIZE - 1
+        else:
+            block = blocks - 1 - dropped - some
+            nearest = block * SIZE
+        x = _mean_logits(q, slope, ci, base, MEANS, OFF, BASE, block, inside, nearest, od, scale2, D, BD, LEFT, PACKED,
+                         PRECISION)  # fmt: skip
+        radius = tl.load(NUMBERS + block * 4, mask=inside, other=0.0)
+        spread = tl.load(NUMBERS + block * 4 + 1, mask=inside, other=0.0)
+        moved = tl.load(NUMBERS + block * 4 + 2, mask=inside, other=0.0)
+        x += reach[:, None] * moved[None, :] - budget[:, None]
+        above = x + reach[:, None] * radius[None, :] + spread[None, :]
+        weight = tl.exp2(tl.minimum(x, 60.0)) + tl.exp2(tl.minimum(above, 60.0))
+        counts = row[:, None] & (begins[:, None] <= nearest[None, :]) & (nearest[None, :] < ends[:, None])
+        share = tl.max(tl.where(counts, weight, 0.0), 0) * SIZE
+        share = tl.where(inside, share, 2.0)
+        fit = tl.sum((spent + tl.cumsum(share, 0) < 1.0).to(tl.int32))
+        spent += tl.sum(tl.where(some < fit, share, 0.0))
+        dropped += fit
+        going = (fit == WIDTH) & (dropped < most)
+    return dropped, spent
+
+
+@triton.jit
+def _bounds(Q, K, OFF, BASE, G, MEANS, NUMBERS, LARGE_MEANS, LARGE_NUMBERS, LO, HI, KMASK, DOCS, FIRST, END, sqb, sqh, sqt,
+            skb, skh, skt, H, GROUP, Tq, Tk, start, window, scale2, epsilon, D: tl.constexpr, BD: tl.constexpr,
+            BM: tl.constexpr, BN: tl.constexpr, LARGE: tl.constexpr, NEAR_KEYS: tl.constexpr, WIDTH: tl.constexpr,
+            SLACK_FACTOR: tl.constexpr, CAUSAL: tl.constexpr, GAIN: tl.constexpr, WINDOW: tl.constexpr,
+            PADDED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     pm = tl.program_id(0)
     bh = tl.program_id(1)
     b = (bh // H).to(tl.int64)
@@ -140,9 +229,12 @@ def _bounds(Q, K, OFF, BASE, G, MEANS, RADII, MOVED, LO, HI, KMASK, DOCS, FIRST,
     BASE += bh * tl.cdiv(Tk, SPLIT)
     KMASK += b * Tk
     DOCS += b * Tk
+    blocks = tl.cdiv(Tk, BN)
+    large = tl.cdiv(Tk, LARGE)
     MEANS += bk * blocks * D
-    RADII += bk * blocks
-    MOVED += bk * blocks
+    NUMBERS += bk * blocks * 4
+    LARGE_MEANS += bk * large * D
+    LARGE_NUMBERS += bk * large * 4
     i = pm * BM + tl.arange(0, BM)
     on = tl.arange(0, BN)
     od = tl.arange(0, BD)
@@ -188,71 +280,43 @@ def _bounds(Q, K, OFF, BASE, G, MEANS, RADII, MOVED, LO, HI, KMASK, DOCS, FIRST,
     total = tl.where(norm > 0.0, m + tl.log2(tl.where(norm > 0.0, norm, 1.0)), float("-inf"))
 
     # Z: at least so much more from the blocks further away, if all their keys count.
-    some = tl.arange(0, WIDTH)
     if not (WINDOW or PADDED):
-        more = tl.zeros([BM], tl.float32)
-        for far in range(0, lo // BN, WIDTH):
-            block = far + some
-            inside = block < lo // BN
-            x = _products(q, MEANS, block, inside, od, D, BD, PRECISION) * scale2
-            x -= reach[:, None] * tl.load(MOVED + block, mask=inside, other=0.0)[None, :]
-            x -= slope[:, None] * (ci[:, None] - _at_key(OFF, BASE, block * BN, inside, base, PACKED)[None, :])
-            counts = inside[None, :] & (begins[:, None] <= block[None, :] * BN)
-            more += tl.sum(tl.where(counts, tl.exp2(tl.minimum(x - total[:, None], 60.0)), 0.0), 1) * BN
+        end = lo // BN
+        begin = tl.maximum(end - WIDTH, 0)
+        more = _at_least(begin, end, total, q, reach, slope, ci, base, begins, ends, MEANS, NUMBERS, OFF, BASE, Tk, od,
+                         scale2, BN, WIDTH, True, D, BD, PACKED, PRECISION)  # fmt: skip
+        more += _at_least(0, begin * BN // LARGE, total, q, reach, slope, ci, base, begins, ends, LARGE_MEANS,
+                          LARGE_NUMBERS, OFF, BASE, Tk, od, scale2, LARGE, WIDTH, True, D, BD, PACKED, PRECISION)  # fmt: skip
         if not CAUSAL:
-            for far in range(tl.cdiv(hi, BN), blocks, WIDTH):
-                block = far + some
-                inside = block < blocks
-                last = tl.minimum((block + 1) * BN, Tk) - 1
-                x = _products(q, MEANS, block, inside, od, D, BD, PRECISION) * scale2
-                x -= reach[:, None] * tl.load(MOVED + block, mask=inside, other=0.0)[None, :]
-                x -= slope[:, None] * (_at_key(OFF, BASE, last, inside, base, PACKED)[None, :] - ci[:, None])
-                counts = inside[None, :] & (ends[:, None] > last[None, :])
-                size = (last + 1 - block * BN).to(tl.float32)
-                weight = tl.exp2(tl.minimum(x - total[:, None], 60.0)) * size[None, :]
-                more += tl.sum(tl.where(counts, weight, 0.0), 1)
+            begin = tl.cdiv(hi, BN)
+            end = tl.minimum(begin + WIDTH, blocks)
+            more += _at_least(begin, end, total, q, reach, slope, ci, base, begins, ends, MEANS, NUMBERS, OFF, BASE, Tk,
+                              od, scale2, BN, WIDTH, False, D, BD, PACKED, PRECISION)  # fmt: skip
+            more += _at_least(tl.cdiv(end * BN, LARGE), large, total, q, reach, slope, ci, base, begins, ends, LARGE_MEANS,
+                              LARGE_NUMBERS, OFF, BASE, Tk, od, scale2, LARGE, WIDTH, False, D, BD, PACKED,
+                              PRECISION)  # fmt: skip
         total += tl.log2(1.0 + tl.where(norm > 0.0, more, 0.0))
     budget = total + tl.log2(epsilon)
 
-    # Drop blocks from the left while the largest shares of any row add up to less than the budget.
     where = bh.to(tl.int64) * tl.num_programs(0) + pm
-    limit = first // BN
-    left = limit * 0
+    none = first * 0
     spent = tl.full([], 0.0, tl.float32)
-    going = limit > 0
-    while going:
-        block = left + some
-        inside = block < limit
-        last = block * BN + BN - 1
-        x = _products(q, MEANS, block, inside, od, D, BD, PRECISION) * scale2
-        x += reach[:, None] * tl.load(RADII + block, mask=inside, other=0.0)[None, :]
-        x -= slope[:, None] * (ci[:, None] - _at_key(OFF, BASE, last, inside, base, PACKED)[None, :])
-        counts = row[:, None] & (begins[:, None] <= last[None, :])
-        share = tl.max(tl.where(counts, tl.exp2(tl.minimum(x - budget[:, None], 60.0)), 0.0), 0) * BN
-        share = tl.where(inside, share, 2.0)
-        fit = tl.sum((spent + tl.cumsum(share, 0) < 1.0).to(tl.int32))
-        spent += tl.sum(share)
-        left += fit
-        going = (fit == WIDTH) & (left < limit)
+    left, spent = _drop(none, first // LARGE, spent, budget, q, reach, slope, ci, base, row, begins, ends, LARGE_MEANS,
+                        LARGE_NUMBERS, OFF, BASE, large, od, scale2, LARGE, WIDTH, True, D, BD, PACKED, PRECISION)  # fmt: skip
+    left, spent = _drop(left * (LARGE // BN), first // BN, spent, budget, q, reach, slope, ci, base, row, begins, ends,
+                        MEANS, NUMBERS, OFF, BASE, blocks, od, scale2, BN, WIDTH, True, D, BD, PACKED, PRECISION)  # fmt: skip
     tl.store(LO + where, left * BN)
-
-    right = limit * 0
+    right = none
     if not CAUSAL:
+        behind = first + BM
         spent = tl.full([], 0.0, tl.float32)
-        going = limit >= 0
-        while going:
-            block = blocks - 1 - right - some
-            inside = block * BN >= first + BM
-            x = _products(q, MEANS, block, inside, od, D, BD, PRECISION) * scale2
-            x += reach[:, None] * tl.load(RADII + block, mask=inside, other=0.0)[None, :]
-            x -= slope[:, None] * (_at_key(OFF, BASE, block * BN, inside, base, PACKED)[None, :] - ci[:, None])
-            counts = row[:, None] & (ends[:, None] > block[None, :] * BN)
-            share = tl.max(tl.where(counts, tl.exp2(tl.minimum(x - budget[:, None], 60.0)), 0.0), 0) * BN
-            share = tl.where(inside, share, 2.0)
-            fit = tl.sum((spent + tl.cumsum(share, 0) < 1.0).to(tl.int32))
-            spent += tl.sum(share)
-            right += fit
-            going = fit == WIDTH
+        right, spent = _drop(none, large - tl.cdiv(behind, LARGE), spent, budget, q, reach, slope, ci, base, row, begins,
+                             ends, LARGE_MEANS, LARGE_NUMBERS, OFF, BASE, large, od, scale2, LARGE, WIDTH, False, D, BD,
+                             PACKED, PRECISION)  # fmt: skip
+        right = tl.where(right > 0, blocks - (large - right) * (LARGE // BN), 0)
+        right, spent = _drop(right, blocks - tl.cdiv(behind, BN), spent, budget, q, reach, slope, ci, base, row, begins,
+                             ends, MEANS, NUMBERS, OFF, BASE, blocks, od, scale2, BN, WIDTH, False, D, BD, PACKED,
+                             PRECISION)  # fmt: skip
     tl.store(HI + where, tl.where(right > 0, (blocks - right) * BN, Tk))
 
 
