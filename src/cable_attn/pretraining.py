@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
 import shutil
 import signal
 import tempfile
@@ -213,6 +214,8 @@ def _arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
     devices = processes()
     if part.fsdp and not cuda:
         raise CableError("train.fsdp=true needs GPUs: accelerate shards nothing on the CPU. Leave it out there.")
+    if part.fsdp and "RANK" not in os.environ:
+        raise CableError("train.fsdp=true shards over processes: start it with torchrun, as docs/training.md shows.")
     precision = part.precision
     if precision == "auto":
         precision = "bf16" if cuda and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
@@ -265,6 +268,15 @@ class _PretrainTrainer(DecayingTrainer):
     @property
     def checkpoints(self) -> Path:
         return Path(str(self.args.output_dir))
+
+    def create_accelerator_and_postprocess(self) -> None:
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        super().create_accelerator_and_postprocess()
+        plugin = self.accelerator.state.fsdp_plugin
+        if plugin is not None and self.accelerator.native_amp:
+            # Autocast chooses the precision of each operation, as it does in one process.
+            plugin.mixed_precision_policy = MixedPrecisionPolicy()
 
     def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
         found: Any = train_dataset if train_dataset is not None else self.train_dataset

@@ -59,7 +59,7 @@ def live_keys(problem: _Problem, document_ids: Tensor | None, epsilon: float) ->
         first, end, *q.stride()[:3], *k.stride()[:3], *problem.sizes,
         problem.scale * float(LOG2E.value), epsilon if causal else epsilon / 2,
         BM=BOUND_ROWS, BN=KEY_BLOCK, LARGE=LARGE_BLOCK, NEAR_KEYS=NEAR, WIDTH=WIDE, SLACK_FACTOR=SLACK, num_warps=8,
-        num_stages=1, **flags,
+        num_stages=1, maxnreg=128 if problem.flags["BD"] <= 64 else None, **flags,
     )  # fmt: skip
     return lo, hi
 
@@ -72,8 +72,8 @@ def _summaries(problem: _Problem, size: int) -> tuple[Tensor, Tensor]:
     numbers = torch.empty(*k.shape[:2], blocks, 4, device=k.device, dtype=torch.float32)
     _summarise[(blocks, k.shape[0] * k.shape[1])](
         k, means, numbers, *k.stride()[:3], k.shape[1], problem.keys, blocks,
-        D=problem.flags["D"], BD=problem.flags["BD"], BN=size, BK=min(size, KEY_BLOCK), SLACK_FACTOR=SPREAD_SLACK,
-        num_warps=4,
+        D=problem.flags["D"], BD=problem.flags["BD"], BN=size, BK=min(size, 2 * KEY_BLOCK), SLACK_FACTOR=SPREAD_SLACK,
+        num_warps=4 if size == KEY_BLOCK else 8,
     )  # fmt: skip
     return means, numbers
 
@@ -146,16 +146,33 @@ def _summarise(K, MEANS, NUMBERS, skb, skh, skt, key_heads, Tk, blocks, D: tl.co
 
 
 @triton.jit
-def _mean_logits(q, slope, ci, base, MEANS, OFF, BASE, block, inside, key, od, scale2, D: tl.constexpr, BD: tl.constexpr,
-                 LEFT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """q_i·μ − g_i |c_i − c_key| for these blocks, in base 2: [rows, blocks]."""
+def _load_numbers(NUMBERS, OFF, BASE, block, key, inside, base, PACKED: tl.constexpr):
+    """Radius, spread, rounding, and the potential at ``key`` from the rows' base, for each block.
+
+    As rows of a small tile, so that each thread loads one number and not a whole row of them.
+    """
+    row = tl.arange(0, 4)[:, None]
+    numbers = tl.load(NUMBERS + block[None, :] * 4 + row, mask=inside[None, :] & (row < 3), other=0.0)
+    radius = tl.sum(tl.where(row == 0, numbers, 0.0), 0)
+    spread = tl.sum(tl.where(row == 1, numbers, 0.0), 0)
+    moved = tl.sum(tl.where(row == 2, numbers, 0.0), 0)
+    first = inside[None, :] & (row == 0)
+    near = (_potential(OFF, BASE, key[None, :] + row * 0, first, PACKED) - base).to(tl.float32)
+    return radius, spread, moved, tl.sum(tl.where(first, near, 0.0), 0)
+
+
+@triton.jit
+def _mean_logits(q, slope, ci, MEANS, block, inside, c, od, scale2, D: tl.constexpr, BD: tl.constexpr,
+                 LEFT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """q_i·μ − g_i |c_i − c| for these blocks, in base 2: [rows, blocks]."""
     place = MEANS + block.to(tl.int64)[None, :] * D + od[:, None]
     means = tl.load(place, mask=inside[None, :] & (od[:, None] < D), other=0.0)
     x = tl.dot(q, means, input_precision=PRECISION) * scale2
-    distance = ci[:, None] - (_potential(OFF, BASE, key, inside, PACKED) - base).to(tl.float32)[None, :]
-    if not LEFT:
-        distance = -distance
-    return x - slope[:, None] * distance
+    if LEFT:
+        x += slope[:, None] * (c[None, :] - ci[:, None])
+    else:
+        x += slope[:, None] * (ci[:, None] - c[None, :])
+    return x
 
 
 @triton.jit
@@ -171,17 +188,20 @@ def _at_least(begin, end, total, q, reach, slope, ci, base, begins, ends, MEANS,
         furthest = last
         if LEFT:
             furthest = block * SIZE
-        x = _mean_logits(q, slope, ci, base, MEANS, OFF, BASE, block, inside, furthest, od, scale2, D, BD, LEFT, PACKED,
-                         PRECISION)  # fmt: skip
-        x -= reach[:, None] * tl.load(NUMBERS + block * 4 + 2, mask=inside, other=0.0)[None, :]
-        counts = inside[None, :] & (begins[:, None] <= block[None, :] * SIZE) & (last[None, :] < ends[:, None])
-        weight = tl.exp2(tl.minimum(x - total[:, None], 60.0)) * (last + 1 - block * SIZE).to(tl.float32)[None, :]
-        more += tl.sum(tl.where(counts, weight, 0.0), 1)
+        _, _, moved, c = _load_numbers(NUMBERS, OFF, BASE, block, furthest, inside, base, PACKED)
+        x = _mean_logits(q, slope, ci, MEANS, block, inside, c, od, scale2, D, BD, LEFT, PRECISION)
+        x -= reach[:, None] * moved[None, :] + total[:, None]
+        size = tl.where(inside, last + 1 - block * SIZE, 0).to(tl.float32)
+        weight = tl.exp2(tl.minimum(x, 60.0)) * size[None, :]
+        if PACKED:
+            counts = (begins[:, None] <= block[None, :] * SIZE) & (last[None, :] < ends[:, None])
+            weight = tl.where(counts, weight, 0.0)
+        more += tl.sum(weight, 1)
     return more
 
 
 @triton.jit
-def _drop(dropped, most, spent, budget, q, reach, slope, ci, base, row, begins, ends, MEANS, NUMBERS, OFF, BASE, blocks, od,
+def _drop(dropped, most, spent, budget, q, reach, slope, ci, base, begins, ends, MEANS, NUMBERS, OFF, BASE, blocks, od,
           scale2, SIZE: tl.constexpr, WIDTH: tl.constexpr, LEFT: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
           PACKED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """How many of the ``most`` blocks at one end can go, and what share of the budget they have used."""
@@ -195,17 +215,14 @@ def _drop(dropped, most, spent, budget, q, reach, slope, ci, base, row, begins, 
         else:
             block = blocks - 1 - dropped - some
             nearest = block * SIZE
-        x = _mean_logits(q, slope, ci, base, MEANS, OFF, BASE, block, inside, nearest, od, scale2, D, BD, LEFT, PACKED,
-                         PRECISION)  # fmt: skip
-        radius = tl.load(NUMBERS + block * 4, mask=inside, other=0.0)
-        spread = tl.load(NUMBERS + block * 4 + 1, mask=inside, other=0.0)
-        moved = tl.load(NUMBERS + block * 4 + 2, mask=inside, other=0.0)
+        radius, spread, moved, c = _load_numbers(NUMBERS, OFF, BASE, block, nearest, inside, base, PACKED)
+        x = _mean_logits(q, slope, ci, MEANS, block, inside, c, od, scale2, D, BD, LEFT, PRECISION)
         x += reach[:, None] * moved[None, :] - budget[:, None]
-        above = x + reach[:, None] * radius[None, :] + spread[None, :]
-        weight = tl.exp2(tl.minimum(x, 60.0)) + tl.exp2(tl.minimum(above, 60.0))
-        counts = row[:, None] & (begins[:, None] <= nearest[None, :]) & (nearest[None, :] < ends[:, None])
-        share = tl.max(tl.where(counts, weight, 0.0), 0) * SIZE
-        share = tl.where(inside, share, 2.0)
+        weight = tl.exp2(x) + tl.exp2(x + (reach[:, None] * radius[None, :] + spread[None, :]))
+        if PACKED:
+            counts = (begins[:, None] <= nearest[None, :]) & (nearest[None, :] < ends[:, None])
+            weight = tl.where(counts, weight, 0.0)
+        share = tl.where(inside, tl.max(weight, 0) * SIZE, 2.0)
         fit = tl.sum((spent + tl.cumsum(share, 0) < 1.0).to(tl.int32))
         spent += tl.sum(tl.where(some < fit, share, 0.0))
         dropped += fit
@@ -296,25 +313,25 @@ def _bounds(Q, K, OFF, BASE, G, MEANS, NUMBERS, LARGE_MEANS, LARGE_NUMBERS, LO, 
                               LARGE_NUMBERS, OFF, BASE, Tk, od, scale2, LARGE, WIDTH, False, D, BD, PACKED,
                               PRECISION)  # fmt: skip
         total += tl.log2(1.0 + tl.where(norm > 0.0, more, 0.0))
-    budget = total + tl.log2(epsilon)
+    budget = tl.where(row, total + tl.log2(epsilon), float("inf"))  # rows that are none need nothing
 
     where = bh.to(tl.int64) * tl.num_programs(0) + pm
     none = first * 0
     spent = tl.full([], 0.0, tl.float32)
-    left, spent = _drop(none, first // LARGE, spent, budget, q, reach, slope, ci, base, row, begins, ends, LARGE_MEANS,
+    left, spent = _drop(none, first // LARGE, spent, budget, q, reach, slope, ci, base, begins, ends, LARGE_MEANS,
                         LARGE_NUMBERS, OFF, BASE, large, od, scale2, LARGE, WIDTH, True, D, BD, PACKED, PRECISION)  # fmt: skip
-    left, spent = _drop(left * (LARGE // BN), first // BN, spent, budget, q, reach, slope, ci, base, row, begins, ends,
+    left, spent = _drop(left * (LARGE // BN), first // BN, spent, budget, q, reach, slope, ci, base, begins, ends,
                         MEANS, NUMBERS, OFF, BASE, blocks, od, scale2, BN, WIDTH, True, D, BD, PACKED, PRECISION)  # fmt: skip
     tl.store(LO + where, left * BN)
     right = none
     if not CAUSAL:
         behind = first + BM
         spent = tl.full([], 0.0, tl.float32)
-        right, spent = _drop(none, large - tl.cdiv(behind, LARGE), spent, budget, q, reach, slope, ci, base, row, begins,
+        right, spent = _drop(none, large - tl.cdiv(behind, LARGE), spent, budget, q, reach, slope, ci, base, begins,
                              ends, LARGE_MEANS, LARGE_NUMBERS, OFF, BASE, large, od, scale2, LARGE, WIDTH, False, D, BD,
                              PACKED, PRECISION)  # fmt: skip
         right = tl.where(right > 0, blocks - (large - right) * (LARGE // BN), 0)
-        right, spent = _drop(right, blocks - tl.cdiv(behind, BN), spent, budget, q, reach, slope, ci, base, row, begins,
+        right, spent = _drop(right, blocks - tl.cdiv(behind, BN), spent, budget, q, reach, slope, ci, base, begins,
                              ends, MEANS, NUMBERS, OFF, BASE, blocks, od, scale2, BN, WIDTH, False, D, BD, PACKED,
                              PRECISION)  # fmt: skip
     tl.store(HI + where, tl.where(right > 0, (blocks - right) * BN, Tk))
