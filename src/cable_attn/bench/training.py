@@ -26,7 +26,7 @@ from cable_attn.errors import CableError
 from cable_attn.pretraining import make_config, plan
 
 ENCODINGS = ("rope", "cable", "cable-nw", "alibi", "kerple-log", "t5", "fire", "learnable", "sinusoidal")
-MATERIALISED = "cable, materialised"
+MATERIALISED = "cable-materialised"
 """As the authors' code does it: the bias as a T×T tensor."""
 PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 """bf16 operations per second, dense."""
