@@ -14,7 +14,7 @@ from cable_attn.layout import Layout
 
 from . import oracle
 
-BACKENDS = ("reference", "sdpa")  # test_fused.py has the third
+BACKENDS = ("reference", "sdpa", "materialised")  # test_fused.py has the other
 
 
 def brute_force(q, k, v, bias, *, causal=True, scale=None, window=None, key_mask=None, document_ids=None, start=None):

@@ -8,13 +8,13 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from cable_attn.attention import fused, reference, sdpa
+from cable_attn.attention import fused, materialised, reference, sdpa
 from cable_attn.attention.call import Call, check
 from cable_attn.bias import Bias, Index
 from cable_attn.errors import CableError, require_known
 from cable_attn.layout import Layout
 
-BACKENDS: dict[str, ModuleType] = {backend.NAME: backend for backend in (fused, sdpa, reference)}
+BACKENDS: dict[str, ModuleType] = {backend.NAME: backend for backend in (fused, sdpa, reference, materialised)}
 """In the order in which ``auto`` tries them."""
 
 

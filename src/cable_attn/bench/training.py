@@ -47,7 +47,7 @@ def _cell(size: str, encoding: str, settings: list[str], folder: Path) -> dict[s
     name = f"gpt2-{size}-wikitext103"
     model = {"model.encoding": encoding}
     if encoding == MATERIALISED:
-        model = {"model.encoding": "cable", "model.overrides": '{attention_backend = "reference"}'}
+        model = {"model.encoding": "cable", "model.overrides": '{attention_backend = "materialised"}'}
     settings = [
         *settings, *(f"{key}={value}" for key, value in model.items()),
         "report_to=none", "eval_every=1000000", "save_every=1000000", "log_every=5",
