@@ -25,6 +25,8 @@ VARIANTS = {
     "bidirectional, padded, odd lengths": {"CAUSAL": False, "PADDED": True, "EVEN": False},
     "packed, windowed": {"PACKED": True, "WINDOW": True, "EVEN": False},
     "pruned": {"BOUNDED": True},
+    "toeplitz": {"POTENTIAL": False, "GAIN": False, "KERNEL": 2},
+    "dense": {"POTENTIAL": False, "GAIN": False, "KERNEL": 3},
 }
 
 
@@ -90,8 +92,10 @@ def jobs(generation: int) -> list[tuple]:
             "PRECISION": "ieee" if data == "fp32" else "tf32",
         }
         for kernel, tile in zip((kernels.forward, kernels.backward_keys, kernels.backward_queries), tiles):
-            shape = {"BM": tile.queries, "BN": tile.keys, "LATE": tile.late}
+            shape = {"BM": tile.queries, "BN": tile.keys, "LATE": tile.late and flags["KERNEL"] < 2}
             todo.append((kernel, tile, {**flags, **shape}, data, generation))
+        if flags["KERNEL"] >= 2:
+            todo.append((kernels.backward_table, Tile(64, 64, 4, 2), {**flags, "BLOCK": 64}, data, generation))
     flags = {**CABLE, **PLAIN, "D": 64, "BD": 64, "PRECISION": "tf32", "BM": 128, "BN": 64}
     flags |= {"SUMS": True, "NEAR_KEYS": 128, "WIDTH": 64, "SLACK_FACTOR": 1.001, "BLOCK": 128, "BK": 64, "LARGE": 512}
     small = [kernels.split_potential, kernels.potential_columns, kernels.row_dots] if hopper else []

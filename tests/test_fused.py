@@ -16,6 +16,7 @@ from cable_attn import CableError, CableGPTForCausalLM, PotentialBias, attention
 from cable_attn.attention import fused, make_call, pruning
 from cable_attn.attention.reference import weights
 from cable_attn.attention.tiles import Tile
+from cable_attn.bias import FunctionBias, ToeplitzBias
 from cable_attn.layout import Layout
 
 from .conftest import small_gpt, stir
@@ -33,20 +34,30 @@ def _poison():
 
 
 def leaves(queries, keys, kind, heads=2, key_heads=1, dim=16, dtype=torch.float32, batch=1):
-    """q, k, v and, as the kind has them, c and g, ready for gradients."""
+    """q, k, v and, as the kind has them, c and g or a table, ready for gradients."""
     tensors = list(make_inputs(batch, heads, key_heads, queries, keys, dim, dtype))
+    if kind in TABLES:
+        return [tensor.requires_grad_() for tensor in (*tensors, torch.randn(heads, 20))]
     bias = make_bias(kind, batch, heads, queries, keys)
     if bias is not None:
         tensors += [bias.c] + ([] if bias.g is None else [bias.g])
     return [tensor.requires_grad_() for tensor in tensors]
 
 
+def bias_of(tensors, kind):
+    """Made of what follows q, k and v."""
+    if len(tensors) == 3:
+        return None
+    if kind == "toeplitz":  # shorter than the text: the far distances take its ends
+        return ToeplitzBias(tensors[3], zero=8)
+    if kind == "function":
+        return FunctionBias(lambda i, j, start: tensors[3][None, :, ((i + start)[:, None] * 3 + j * 5) % 20])
+    return PotentialBias(tensors[3], tensors[4] if len(tensors) > 4 else None, "log" if "log" in kind else None)
+
+
 def run(tensors, kind, backend, noise=None, **options):
     """Output and gradients."""
-    bias = None
-    if len(tensors) > 3:
-        bias = PotentialBias(tensors[3], tensors[4] if len(tensors) > 4 else None, "log" if "log" in kind else None)
-    out = attention(*tensors[:3], bias, backend=backend, **options)
+    out = attention(*tensors[:3], bias_of(tensors, kind), backend=backend, **options)
     noise = torch.randn(out.shape, generator=torch.Generator().manual_seed(7)).to(out.dtype)
     return [out, *torch.autograd.grad((out * noise).sum(), tensors)]
 
@@ -59,7 +70,8 @@ def assert_equal_to_reference(tensors, kind, tolerance=2e-5, **options):
         assert (a - b).abs().max() <= tolerance * (1 + b.abs().max()), name
 
 
-KINDS = ["none", "plain", "gain", "gain log"]
+TABLES = ["toeplitz", "function"]
+KINDS = ["none", "plain", "gain", "gain log", *TABLES]
 
 
 @st.composite
@@ -67,18 +79,19 @@ def requests(draw):
     keys = draw(st.sampled_from([1, 7, 16, 33, 45]))
     queries = draw(st.sampled_from([n for n in (1, 5, 16, 33, 45) if n <= keys]))
     options = {"causal": draw(st.booleans()), "query_start": draw(st.sampled_from(sorted({0, keys - queries})))}
-    what = draw(st.sampled_from(["plain", "padded", "packed", "windowed", "all"]))
+    kind = draw(st.sampled_from(KINDS))
+    what = draw(st.sampled_from(["plain", "padded", "windowed"] + (["packed", "all"] if kind != "function" else [])))
     if what in ("windowed", "all"):
         options["window"] = draw(st.sampled_from([1, 9]))
     if what in ("padded", "all"):
         options["key_mask"] = torch.rand(1, keys, generator=torch.Generator().manual_seed(keys)) > 0.3
     if what in ("packed", "all"):
         options["document_ids"] = (torch.arange(keys) // 11)[None]
-    return queries, keys, draw(st.sampled_from(KINDS)), draw(st.sampled_from([16, 24])), options
+    return queries, keys, kind, draw(st.sampled_from([16, 24])), options
 
 
 @given(request=requests())
-@settings(max_examples=30)
+@settings(max_examples=45)
 def test_every_request_equals_the_reference_with_all_gradients(request):
     queries, keys, kind, dim, options = request
     assert_equal_to_reference(leaves(queries, keys, kind, dim=dim), kind, **options)
@@ -109,8 +122,7 @@ def naive_half(tensors, kind):
     index = torch.arange(q.shape[2])
     scores = (q @ k.mT) * q.shape[-1] ** -0.5
     if len(tensors) > 3:
-        bias = PotentialBias(tensors[3], tensors[4] if len(tensors) > 4 else None, "log" if "log" in kind else None)
-        scores = scores + bias.rows(index, index).float()
+        scores = scores + bias_of(tensors, kind).rows(index, index).float()
     scores = scores.masked_fill(index[:, None] < index, -torch.inf)
     out = scores.softmax(-1).half() @ v
     noise = torch.randn(out.shape, generator=torch.Generator().manual_seed(7)).to(out.dtype)

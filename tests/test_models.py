@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -249,7 +250,7 @@ def test_every_encoding_traces_without_graph_breaks(encoding):
 def test_static_decoding_traces_once(encoding):
     """Steps after the first reuse one graph: the cache position must not be baked into it."""
     model = gpt(encoding)
-    counter = torch._dynamo.testing.CompileCounter()
+    counter = CompileCounter()
     step = torch.compile(model, fullgraph=True, backend=counter)
     cache = StaticCache(config=model.config, max_cache_len=32)
     with torch.no_grad():

@@ -273,7 +273,7 @@ class _PretrainTrainer(DecayingTrainer):
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         super().create_accelerator_and_postprocess()
-        plugin = self.accelerator.state.fsdp_plugin
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is not None and self.accelerator.native_amp:
             # Autocast chooses the precision of each operation, as it does in one process.
             plugin.mixed_precision_policy = MixedPrecisionPolicy()

@@ -8,6 +8,7 @@ import torch
 from cable_attn import CableGPTForCausalLM, PotentialBias, attention
 from cable_attn.attention import fused, make_call
 from cable_attn.attention.reference import weights
+from cable_attn.bias import FunctionBias, ToeplitzBias
 from cable_attn.layout import Layout
 from tests.conftest import small_gpt, stir
 
@@ -24,8 +25,16 @@ def leaves(queries, keys, dim, dtype, heads=4, key_heads=2, batch=2):
     return [t.clone().requires_grad_() for t in (q.to(dtype), k.to(dtype), v.to(dtype), c, g)]
 
 
+def bias_of(tensors, kernel):
+    if kernel == "toeplitz":
+        return ToeplitzBias(tensors[3], zero=100)
+    if kernel == "function":
+        return FunctionBias(lambda i, j, start: tensors[3][None, :, ((i + start)[:, None] * 3 + j * 5) % 200])
+    return PotentialBias(tensors[3], tensors[4], kernel)
+
+
 def run(tensors, kernel, backend, **options):
-    out = attention(*tensors[:3], PotentialBias(tensors[3], tensors[4], kernel), backend=backend, **options)
+    out = attention(*tensors[:3], bias_of(tensors, kernel), backend=backend, **options)
     noise = torch.randn(out.shape, generator=torch.Generator().manual_seed(7)).to(out.device, out.dtype)
     return [out, *torch.autograd.grad((out * noise).sum(), tensors)]
 
@@ -36,7 +45,7 @@ def naive(tensors, kernel, causal):
     k, v = (t.repeat_interleave(2, 1) for t in tensors[1:3])
     index = torch.arange(q.shape[2], device=q.device)
     scores = (q @ k.mT) * q.shape[-1] ** -0.5
-    scores = scores + PotentialBias(tensors[3], tensors[4], kernel).rows(index, index).float()
+    scores = scores + bias_of(tensors, kernel).rows(index, index).float()
     if causal:
         scores = scores.masked_fill(index[:, None] < index, -torch.inf)
     out = scores.softmax(-1).to(q.dtype) @ v
@@ -49,8 +58,11 @@ def naive(tensors, kernel, causal):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("length", "dim"), CASES)
 def test_errors_are_those_of_the_precision(length, dim, causal, kernel, dtype):
+    assert_errors_are_those_of_the_precision(leaves(length, length, dim, dtype), kernel, causal, dtype)
+
+
+def assert_errors_are_those_of_the_precision(tensors, kernel, causal, dtype):
     """error(kernel) ≤ 2 × (gradients 3 ×) that of the same arithmetic in plain PyTorch, both against fp64."""
-    tensors = leaves(length, length, dim, dtype)
     got = run(tensors, kernel, "triton", causal=causal)
     exact = run([t.detach().double().requires_grad_() for t in tensors], kernel, "reference", causal=causal)
     plain = naive(tensors, kernel, causal)
@@ -59,6 +71,16 @@ def test_errors_are_those_of_the_precision(length, dim, causal, kernel, dtype):
         allowed = (2 if n == 0 else 3) * (c.double() - b).abs().max() + slack * (1 + b.abs().max())
         assert torch.isfinite(a).all()
         assert (a.double() - b).abs().max() <= allowed, n
+
+
+@pytest.mark.parametrize("kernel", ["toeplitz", "function"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("length", "dim", "dtype"), [(1000, 64, torch.bfloat16), (257, 128, torch.bfloat16), (111, 40, torch.float32)]
+)
+def test_tables_err_no_more_than_the_precision(length, dim, dtype, causal, kernel):
+    tensors = [*leaves(length, length, dim, dtype)[:3], torch.randn(4, 200, device="cuda", requires_grad=True)]
+    assert_errors_are_those_of_the_precision(tensors, kernel, causal, dtype)
 
 
 def test_bit_identical_from_run_to_run():

@@ -12,16 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cable_attn.attention.call import Call
+from cable_attn.attention.call import BLOCK_ELEMENTS, Call
 from cable_attn.attention.tiles import INTERPRETED, USES_COLUMNS, Tile, Tiles, generation, tiles_for
-from cable_attn.bias import PotentialBias
+from cable_attn.bias import Bias, FunctionBias, PotentialBias, ToeplitzBias
 
 NAME = "triton"
 INSTALLED = importlib.util.find_spec("triton") is not None
 KERNELS = {None: 0, "log": 1}
+TOEPLITZ, DENSE = 2, 3
+"""A table in place of a potential: what the kernels' KERNEL says then."""
 LARGEST_HEAD = 256
 LOG2E = math.log2(math.e)
 COLUMNS = 16
+PROGRAMS = 2048
+"""How many programs at least sum the gradient of a table, if the batch can be cut into so many."""
 BOUND_ROWS = 128
 """How many rows share a pair of pruning bounds, and how many keys a base of the potential: a multiple of every tile."""
 
@@ -40,8 +44,8 @@ def refuses(call: Call) -> str | None:
         return f"head dimensions must be multiples of 8 from 16 to {LARGEST_HEAD}, the same for q, k and v"
     if call.mix is not None:
         return "this encoding changes the scores themselves (mix), and the fused kernels do not hand them out"
-    if call.bias is not None and not isinstance(call.bias, PotentialBias):
-        return f"the fused kernels take potential biases, not {type(call.bias).__name__}"
+    if call.bias is not None and not isinstance(call.bias, (PotentialBias, ToeplitzBias, FunctionBias)):
+        return f"the fused kernels take no {type(call.bias).__name__}"
     if call.scale <= 0:
         return f"the fused kernels need a positive scale, got {call.scale}"
     if call.softcap is not None:
@@ -52,6 +56,11 @@ def refuses(call: Call) -> str | None:
         return "pruning in float32 takes head dimensions up to 128: the bounds need more shared memory than GPUs have"
     if isinstance(call.layout.query_start, Tensor):
         return "the queries' place is known only on the device (a static cache)"
+    if isinstance(call.bias, FunctionBias):
+        if call.layout.document_ids is not None:
+            return "a bias that depends on the place in the document differs from text to text"
+        if q.shape[1] * q.shape[2] * call.k.shape[2] > BLOCK_ELEMENTS:
+            return f"a bias of no simpler form is written out, and only up to {BLOCK_ELEMENTS} numbers"
     return None
 
 
@@ -101,6 +110,8 @@ def _fused(call: Call) -> tuple[Tensor, ...]:
         c = bias.c.expand(batch, heads, -1)
         g = None if bias.g is None else bias.g.float().expand(batch, heads, queries).contiguous()
         kernel = KERNELS[bias.kernel]
+    elif bias is not None:
+        c, kernel = _table(bias, call)
     key_mask, document_ids = layout.key_mask, layout.document_ids
     if key_mask is not None:
         key_mask = key_mask.contiguous()
@@ -111,6 +122,19 @@ def _fused(call: Call) -> tuple[Tensor, ...]:
     # The operator is what torch.compile sees; in eager mode its dispatch would cost more than a short text's kernels.
     serve = torch.ops.cable_attn.fused if torch.compiler.is_compiling() else _Fused.apply
     return serve(q, k, v, c, g, key_mask, document_ids, *numbers)
+
+
+def _table(bias: Bias, call: Call) -> tuple[Tensor, int]:
+    """A bias without a potential as the kernels read it: for each head and distance from 1 − Tk on, or written out."""
+    heads, queries, keys = call.q.shape[1], call.q.shape[2], call.k.shape[2]
+    start = call.layout.query_start
+    assert isinstance(start, int)
+    if isinstance(bias, ToeplitzBias):
+        distance = torch.arange(start - keys + 1, start + queries, device=call.q.device)
+        entry = (distance + bias.zero).clamp(0, bias.table.shape[-1] - 1)
+        return bias.table.float()[:, entry].expand(heads, -1), TOEPLITZ
+    i, j = call.indices(range(queries))
+    return bias.rows(i, j, start)[0].float().expand(heads, -1, -1), DENSE
 
 
 class _Problem:
@@ -146,7 +170,7 @@ class _Problem:
             "D": dim,
             "BD": padded_dim,
             "CAUSAL": causal,
-            "POTENTIAL": off.numel() > 0,
+            "POTENTIAL": off.numel() > 0 and kernel < TOEPLITZ,
             "GAIN": g is not None,
             "KERNEL": kernel,
             "WINDOW": window > 0,
@@ -161,14 +185,14 @@ class _Problem:
         potential, packed = self.flags["POTENTIAL"], self.flags["PACKED"]
         sums = potential and not packed and _uses_columns(self.q)
         fold = sums and self.flags["CAUSAL"] and self.flags["KERNEL"] == 0
-        return {"NEED_C": need_bias, "SUMS": sums, "FOLD": fold}
+        return {"NEED_C": need_bias and potential, "SUMS": sums, "FOLD": fold}
 
     def options(self, tile: Tile) -> dict[str, Any]:
         return {
             **self.flags,
             "BM": tile.queries,
             "BN": tile.keys,
-            "LATE": tile.late,
+            "LATE": tile.late and self.flags["KERNEL"] < TOEPLITZ,
             "EVEN": self.queries % tile.queries == 0 and self.keys % tile.keys == 0,
             "num_warps": tile.warps,
             "num_stages": tile.stages,
@@ -200,7 +224,7 @@ def _forward(
     out = torch.empty(batch, queries, heads, dim, device=q.device, dtype=q.dtype).transpose(1, 2)
     lse = torch.empty(batch, heads, queries, device=q.device, dtype=torch.float32)
     with _on(q.device):
-        off, base = _split(q, c, packed=document_ids is not None)
+        off, base = _split(q, c, packed=document_ids is not None, table=kernel >= TOEPLITZ)
         problem = _Problem(q, k, off, base, g, key_mask, document_ids, scale, causal, start, window, kernel, prune)
         lo, hi = pruning.live_keys(problem, document_ids, prune) if prune > 0 else (_none(q), _none(q))
         tile = problem.tiles.forward
@@ -212,12 +236,14 @@ def _forward(
     return out, lse, off, base, lo, hi
 
 
-def _split(q: Tensor, c: Tensor | None, packed: bool) -> tuple[Tensor, Tensor]:
-    """The potential as the kernels read it: an fp32 offset and, for each SPLIT keys, an fp64 base."""
+def _split(q: Tensor, c: Tensor | None, packed: bool, table: bool = False) -> tuple[Tensor, Tensor]:
+    """The potential as the kernels read it: an fp32 offset and an fp64 base for each SPLIT keys; a table in base 2."""
     from cable_attn.attention import kernels
 
     if c is None:
         return _none(q), _none(q)
+    if table:
+        return (c * LOG2E).contiguous(), _none(q)
     if packed:
         return c.to(torch.float64, copy=True).contiguous(), _none(q)  # an operator never gives back its input
     batch, heads, keys = c.shape
@@ -256,7 +282,7 @@ def _backward(
     do = do if do.stride(-1) == 1 else do.contiguous()
     batch, heads, queries, _ = q.shape
     problem = _Problem(q, k, off, base, g, key_mask, document_ids, scale, causal, start, window, kernel, prune)
-    dq, dk, dv, dc, dg = _empty_gradients(q, k, g, need_bias)
+    dq, dk, dv, dc, dg = _empty_gradients(q, k, g, off, need_bias)
     delta, shift, own = torch.empty_like(lse), lse, lse
     if problem.flags["POTENTIAL"]:
         own = torch.empty_like(lse)
@@ -286,7 +312,36 @@ def _backward(
         kernels.backward_queries[(_blocks(queries, tile.queries), batch * heads)](
             *tensors, dq, dg, dc, *problem.masks, lo, hi, *numbers, **flags, **problem.options(tile)
         )
+        if need_bias and kernel >= TOEPLITZ:
+            dc = _table_gradient(problem, (q, k, v, off, do, lse, delta), numbers, dc)
     return dq, dk, dv, dc, dg
+
+
+def _table_gradient(problem: _Problem, tensors: tuple[Tensor, ...], numbers: tuple[Any, ...], dc: Tensor) -> Tensor:
+    from cable_attn.attention import kernels
+
+    block = min(*problem.tiles.keys[:2], 64)
+    row_tiles, key_tiles = _blocks(problem.queries, block), _blocks(problem.keys, block)
+    toeplitz = problem.flags["KERNEL"] == TOEPLITZ
+    tiles = row_tiles + key_tiles - 1 if toeplitz else row_tiles * key_tiles
+    parts = min(_blocks(PROGRAMS, tiles * problem.heads), problem.batch) if toeplitz else 1
+    sums = dc.new_empty(parts, problem.heads, tiles, block, block) if toeplitz else dc
+    *numbers_before, _, scale2 = numbers
+    kernels.backward_table[(tiles, problem.heads, parts)](
+        *tensors, sums, *problem.masks, *numbers_before, scale2, problem.batch, BLOCK=block, num_warps=4, num_stages=2,
+        **problem.some("D", "BD", "CAUSAL", "KERNEL", "WINDOW", "PADDED", "PACKED", "PRECISION"),
+    )  # fmt: skip
+    if not toeplitz:
+        return dc
+    # Row r, column s of a tile belongs to distance r − s: shear the rows, sum them, and add where tiles overlap.
+    sheared = torch.nn.functional.pad(sums.sum(0).flip(-1), (0, block)).flatten(-2)[..., :-block]
+    lines = sheared.unflatten(-1, (block, 2 * block - 1)).sum(-2)
+    lines = torch.nn.functional.pad(lines, (0, 1)).unflatten(-1, (2, block))
+    whole = torch.nn.functional.pad(lines[:, :, 0], (0, 0, 0, 1)) + torch.nn.functional.pad(
+        lines[:, :, 1], (0, 0, 1, 0)
+    )
+    first = key_tiles * block - problem.keys
+    return whole.flatten(-2)[:, first : first + dc.shape[-1]].contiguous()
 
 
 def _uses_columns(q: Tensor) -> bool:
@@ -297,10 +352,10 @@ def _uses_columns(q: Tensor) -> bool:
 
 
 def _empty_gradients(
-    q: Tensor, k: Tensor, g: Tensor | None, need_bias: bool
+    q: Tensor, k: Tensor, g: Tensor | None, off: Tensor, need_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     batch, heads, queries, _ = q.shape
-    dc = q.new_empty((batch, heads, k.shape[2]) if need_bias else (0,), dtype=torch.float32)
+    dc = q.new_empty(off.shape if need_bias else (0,), dtype=torch.float32)
     dg = q.new_empty((batch, heads, queries) if need_bias and g is not None else (0,), dtype=torch.float32)
     return q.new_empty(q.shape), k.new_empty(k.shape), k.new_empty(k.shape), dc, dg
 
@@ -331,21 +386,22 @@ def _(q, k, v, c, g, key_mask, document_ids, scale, causal, start, window, kerne
     out = q.new_empty(batch, queries, heads, dim).transpose(1, 2)
     lse = q.new_empty(batch, heads, queries, dtype=torch.float32)
     packed = document_ids is not None
-    off = q.new_empty(0 if c is None else (batch, heads, keys), dtype=torch.float64 if packed else torch.float32)
-    has_base = c is not None and not packed
+    table = kernel >= TOEPLITZ
+    off = q.new_empty(0 if c is None else c.shape, dtype=torch.float64 if packed and not table else torch.float32)
+    has_base = c is not None and not packed and not table
     base = q.new_empty((batch, heads, _blocks(keys, BOUND_ROWS)) if has_base else 0, dtype=torch.float64)
     bounds = (batch, heads, _blocks(queries, BOUND_ROWS)) if prune > 0 else 0
     if c is None:
         off, base = _none(q), _none(q)
-    elif packed:
+    elif packed or table:
         base = _none(q)
     lo, hi = (q.new_empty(bounds, dtype=torch.int32) if prune > 0 else _none(q) for _ in range(2))
     return out, lse, off, base, lo, hi
 
 
 @_backward_operator.register_fake
-def _(do, q, k, v, g, *rest):  # type: ignore[no-untyped-def]
-    return _empty_gradients(q, k, g, need_bias=rest[-1])
+def _(do, q, k, v, g, key_mask, document_ids, out, lse, off, *rest):  # type: ignore[no-untyped-def]
+    return _empty_gradients(q, k, g, off, need_bias=rest[-1])
 
 
 def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]

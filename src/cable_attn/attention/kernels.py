@@ -11,6 +11,10 @@ to fp32 rounding of the distance at any length. In packs, where the potential re
 
 Causal with κ = identity: ``−g_i c_i`` is constant along a row, so only ``g_i c_j`` is added.
 
+With KERNEL = TOEPLITZ or DENSE there is no potential: OFF is a table of biases in base 2, the same for the whole batch, one
+number for each head and distance i − j (from 1 − Tk on), or one for each head, query and key. ``backward_table`` gives its
+gradient.
+
 Backward, the tensor cores do much of the bias's work. Numbers of a row are cut into three pieces of the low precision, 24
 bits together, and kept as COLUMNS columns: (g1 g2 g1 g3 g2 g1) for a query, (c1 c1 c2 c1 c2 c3 1) for a key. With SUMS a
 product with these columns gives the gradients of c and g, and takes δ off; with FOLD (causal, κ = identity) another one
@@ -27,6 +31,8 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 NO_KERNEL = tl.constexpr(0)
 LOG_KERNEL = tl.constexpr(1)
+TOEPLITZ = tl.constexpr(2)
+DENSE = tl.constexpr(3)
 SPLIT = tl.constexpr(128)
 KEYS = tl.constexpr(64)
 COLUMNS = tl.constexpr(16)
@@ -164,6 +170,30 @@ def _signed(x, at, j, CAUSAL: tl.constexpr):
 
 
 @triton.jit
+def _head_table(TABLE, h, Tq, Tk, start, KERNEL: tl.constexpr):
+    """One head's table, placed so that ``_table`` can count queries as keys are counted."""
+    if KERNEL == TOEPLITZ:
+        TABLE += h * (Tq + Tk - 1) + (Tk - 1 - start)
+    else:
+        TABLE += (h * Tq - start) * Tk
+    return TABLE
+
+
+@triton.jit
+def _table(TABLE, at, j, end, Tk, EVEN: tl.constexpr, KERNEL: tl.constexpr):
+    """The bias of (query at key index ``at``, key ``j``) pairs; both are 2-D and broadcast. Queries end at ``end``."""
+    if KERNEL == TOEPLITZ:
+        place = TABLE + (at - j)
+    else:
+        place = TABLE + (at.to(tl.int64) * Tk + j)
+    if EVEN:
+        bias = tl.load(place)
+    else:
+        bias = tl.load(place, mask=(at < end) & (j < Tk), other=0.0)
+    return bias
+
+
+@triton.jit
 def _kernel_weight(b, PRECISION: tl.constexpr):
     """1/(1+b²), what K-CABLE's logarithm is in the softmax."""
     y = 1.0 + b * b
@@ -177,10 +207,10 @@ def _kernel_weight(b, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _forward_step(acc, m, norm, q, g, ci, base, K, V, OFF, BASE, KMASK, DOCS, n, at, on, od, Tk, window, skt, svt, scale2,
+def _forward_step(acc, m, norm, q, g, ci, base, K, V, OFF, BASE, KMASK, DOCS, n, at, on, od, end, Tk, window, skt, svt, scale2,
                   D: tl.constexpr, BD: tl.constexpr, CAUSAL: tl.constexpr, POTENTIAL: tl.constexpr, KERNEL: tl.constexpr,
                   WINDOW: tl.constexpr, PADDED: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr,
-                  SAFE: tl.constexpr, LATE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                  SAFE: tl.constexpr, EVEN: tl.constexpr, LATE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """One block of keys. With LATE the scale goes into the exponent: ``x`` and ``m`` lack it, and ``g`` is divided by it."""
     j = n + on
     n64 = n * tl.full([], 1, tl.int64)  # the interpreter hands out plain numbers
@@ -199,6 +229,8 @@ def _forward_step(acc, m, norm, q, g, ci, base, K, V, OFF, BASE, KMASK, DOCS, n,
             x += g[:, None] * cj[None, :]
         elif KERNEL == NO_KERNEL:
             x += _signed(g[:, None] * cj[None, :] - (g * ci)[:, None], at[:, None], j[None, :], CAUSAL)
+    if KERNEL >= TOEPLITZ:
+        x += _table(OFF, at[:, None], j[None, :], end, Tk, EVEN, KERNEL)
     if MASKED:
         seen = _visible(at[:, None], j[None, :], KMASK, DOCS, Tk, window, CAUSAL, WINDOW, PADDED, PACKED)
         x = tl.where(seen, x, float("-inf"))
@@ -251,7 +283,10 @@ def forward(Q, K, V, OFF, BASE, G, O, LSE, KMASK, DOCS, LO, HI, sqb, sqh, sqt, s
     K += b * skb + (h // GROUP) * skh
     V += b * svb + (h // GROUP) * svh
     O += b * sob + h * soh
-    OFF += bh.to(tl.int64) * Tk
+    if KERNEL >= TOEPLITZ:
+        OFF = _head_table(OFF, h, Tq, Tk, start, KERNEL)
+    else:
+        OFF += bh.to(tl.int64) * Tk
     BASE += bh * tl.cdiv(Tk, SPLIT)
     KMASK += b * Tk
     DOCS += b * Tk
@@ -287,13 +322,13 @@ def forward(Q, K, V, OFF, BASE, G, O, LSE, KMASK, DOCS, LO, HI, sqb, sqh, sqt, s
     ANYWHERE: tl.constexpr = WINDOW or PADDED or PACKED
     if not ANYWHERE:
         for n in range(lo, mid, BN):
-            acc, m, norm = _forward_step(acc, m, norm, q, g, ci, base, K, V, OFF, BASE, KMASK, DOCS, n, at, on, od, Tk, window,
-                                      skt, svt, scale2, D, BD, CAUSAL, POTENTIAL, KERNEL, WINDOW, PADDED, PACKED, False,
-                                      ANYWHERE, LATE, PRECISION)  # fmt: skip
+            acc, m, norm = _forward_step(acc, m, norm, q, g, ci, base, K, V, OFF, BASE, KMASK, DOCS, n, at, on, od, start + Tq, Tk,
+                                      window, skt, svt, scale2, D, BD, CAUSAL, POTENTIAL, KERNEL, WINDOW, PADDED, PACKED, False,
+                                      ANYWHERE, EVEN, LATE, PRECISION)  # fmt: skip
     for n in range(mid, hi, BN):
-        acc, m, norm = _forward_step(acc, m, norm, q, g, ci, base, K, V, OFF, BASE, KMASK, DOCS, n, at, on, od, Tk, window,
-                                  skt, svt, scale2, D, BD, CAUSAL, POTENTIAL, KERNEL, WINDOW, PADDED, PACKED, True,
-                                  ANYWHERE, LATE, PRECISION)  # fmt: skip
+        acc, m, norm = _forward_step(acc, m, norm, q, g, ci, base, K, V, OFF, BASE, KMASK, DOCS, n, at, on, od, start + Tq, Tk,
+                                  window, skt, svt, scale2, D, BD, CAUSAL, POTENTIAL, KERNEL, WINDOW, PADDED, PACKED, True,
+                                  ANYWHERE, EVEN, LATE, PRECISION)  # fmt: skip
     if LATE:
         m = m * scale2
         g = g * scale2
@@ -433,6 +468,8 @@ def _keys_step(dk, dv, dc, k, v, off, key_base, columns, ones, j, Q, DO, OFF, BA
                 x += _signed(bias, at[None, :], j[:, None], CAUSAL) * LOG2E
     else:
         x = x * scale2 - shift[None, :]
+    if KERNEL >= TOEPLITZ:
+        x += _table(OFF, at[None, :], j[:, None], start + Tq, Tk, EVEN, KERNEL)
     p = tl.exp2(x)
     if POTENTIAL and KERNEL == LOG_KERNEL:
         inverse = _kernel_weight(bias, PRECISION)
@@ -511,6 +548,8 @@ def backward_keys(Q, K, V, OFF, BASE, G, COLS, DO, SHIFT, DELTA, OWN, ROWS, DK, 
         q_head = Q + b * sqb + h * sqh
         do_head = DO + b * sdob + h * sdoh
         off_head = OFF + bh * Tk
+        if KERNEL >= TOEPLITZ:
+            off_head = _head_table(OFF, h, Tq, Tk, start, KERNEL)
         base_head = BASE + bh * tl.cdiv(Tk, SPLIT)
         g_head = G + bh * Tq
         shift_head = SHIFT + bh * Tq
@@ -568,11 +607,11 @@ def backward_keys(Q, K, V, OFF, BASE, G, COLS, DO, SHIFT, DELTA, OWN, ROWS, DK, 
 
 
 @triton.jit
-def _queries_step(dq, dg, rows, q, do, g, ci, shift, delta, base, columns, K, V, OFF, BASE, COLS, KMASK, DOCS, n, at, on, od, Tk,
+def _queries_step(dq, dg, rows, q, do, g, ci, shift, delta, base, columns, K, V, OFF, BASE, COLS, KMASK, DOCS, n, at, on, od, end, Tk,
                   window, skt, svt, scale2, D: tl.constexpr, BD: tl.constexpr, CAUSAL: tl.constexpr,
                   POTENTIAL: tl.constexpr, KERNEL: tl.constexpr, WINDOW: tl.constexpr, PADDED: tl.constexpr,
                   PACKED: tl.constexpr, MASKED: tl.constexpr, NEED_C: tl.constexpr,
-                  FOLD: tl.constexpr, SUMS: tl.constexpr, LATE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                  FOLD: tl.constexpr, SUMS: tl.constexpr, LATE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     j = n + on
     n64 = n * tl.full([], 1, tl.int64)
     kp = K + n64 * skt + on[None, :] * skt + od[:, None]
@@ -601,6 +640,8 @@ def _queries_step(dq, dg, rows, q, do, g, ci, shift, delta, base, columns, K, V,
                 x += _signed(bias, at[:, None], j[None, :], CAUSAL) * LOG2E
     else:
         x = x * scale2 - shift[:, None]
+    if KERNEL >= TOEPLITZ:
+        x += _table(OFF, at[:, None], j[None, :], end, Tk, EVEN, KERNEL)
     p = tl.exp2(x)
     if POTENTIAL and KERNEL == LOG_KERNEL:
         inverse = _kernel_weight(bias, PRECISION)
@@ -644,7 +685,10 @@ def backward_queries(Q, K, V, OFF, BASE, G, COLS, DO, SHIFT, DELTA, OWN, ROWS, D
     h = (bh % H).to(tl.int64)
     K += b * skb + (h // GROUP) * skh
     V += b * svb + (h // GROUP) * svh
-    OFF += bh.to(tl.int64) * Tk
+    if KERNEL >= TOEPLITZ:
+        OFF = _head_table(OFF, h, Tq, Tk, start, KERNEL)
+    else:
+        OFF += bh.to(tl.int64) * Tk
     BASE += bh * tl.cdiv(Tk, SPLIT)
     KMASK += b * Tk
     DOCS += b * Tk
@@ -688,12 +732,12 @@ def backward_queries(Q, K, V, OFF, BASE, G, COLS, DO, SHIFT, DELTA, OWN, ROWS, D
     if not (WINDOW or PADDED or PACKED):
         for n in range(lo, mid, BN):
             dq, dg, rows = _queries_step(dq, dg, rows, q, do, g, ci, shift, delta, base, columns, K, V, OFF, BASE, COLS, KMASK, DOCS, n,
-                                         at, on, od, Tk, window, skt, svt, scale2, D, BD, CAUSAL, POTENTIAL, KERNEL,
-                                         WINDOW, PADDED, PACKED, False, NEED_C, FOLD, SUMS, LATE, PRECISION)  # fmt: skip
+                                         at, on, od, start + Tq, Tk, window, skt, svt, scale2, D, BD, CAUSAL, POTENTIAL, KERNEL,
+                                         WINDOW, PADDED, PACKED, False, NEED_C, FOLD, SUMS, LATE, EVEN, PRECISION)  # fmt: skip
     for n in range(mid, hi, BN):
         dq, dg, rows = _queries_step(dq, dg, rows, q, do, g, ci, shift, delta, base, columns, K, V, OFF, BASE, COLS, KMASK, DOCS, n, at,
-                                     on, od, Tk, window, skt, svt, scale2, D, BD, CAUSAL, POTENTIAL, KERNEL, WINDOW,
-                                     PADDED, PACKED, True, NEED_C, FOLD, SUMS, LATE, PRECISION)  # fmt: skip
+                                     on, od, start + Tq, Tk, window, skt, svt, scale2, D, BD, CAUSAL, POTENTIAL, KERNEL, WINDOW,
+                                     PADDED, PACKED, True, NEED_C, FOLD, SUMS, LATE, EVEN, PRECISION)  # fmt: skip
     tl.store(DQ + (line + i64)[:, None] * D + od[None, :], (dq * scale).to(DQ.dtype.element_ty), mask=mask)
     if NEED_C:
         if SUMS:
@@ -712,3 +756,71 @@ def backward_queries(Q, K, V, OFF, BASE, G, COLS, DO, SHIFT, DELTA, OWN, ROWS, D
             tl.store(DG + line + i, dg, mask=i < Tq)
         where = DC + bh.to(tl.int64) * Tk + at
         tl.store(where, tl.load(where, mask=i < Tq, other=0.0) - g * rows, mask=i < Tq)
+
+
+@triton.jit
+def backward_table(Q, K, V, TABLE, DO, LSE, DELTA, DTABLE, KMASK, DOCS, sqb, sqh, sqt, skb, skh, skt, svb, svh, svt, sdob,
+                   sdoh, sdot, H, GROUP, Tq, Tk, start, window, scale2, batch, D: tl.constexpr, BD: tl.constexpr,
+                   BLOCK: tl.constexpr, CAUSAL: tl.constexpr, KERNEL: tl.constexpr, WINDOW: tl.constexpr,
+                   PADDED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """The gradient of a table: the scores' gradients, summed in registers over all tiles that share its numbers.
+
+    DENSE: one tile of one head, over the batch. TOEPLITZ: all tiles along a diagonal of tiles, which share their distances,
+    over a part of the batch; the caller sums the parts and the diagonals inside the tile.
+    """
+    tile = tl.program_id(0)
+    h = tl.program_id(1).to(tl.int64)
+    part = tl.program_id(2)
+    key_tiles = tl.cdiv(Tk, BLOCK)
+    if KERNEL == TOEPLITZ:
+        apart = tile - (key_tiles - 1)
+        first = tl.maximum(apart, 0)
+        count = tl.minimum(tl.cdiv(Tq, BLOCK), key_tiles + apart) - first
+    else:
+        first = tile // key_tiles
+        apart = first - tile % key_tiles
+        count = first * 0 + 1
+    work = batch * count
+    share = tl.cdiv(work, tl.num_programs(2))
+    begin = part * share
+    end = tl.minimum(begin + share, work)
+    if CAUSAL:
+        end = tl.where(start + apart * BLOCK + BLOCK > 0, end, begin)
+    r = tl.arange(0, BLOCK)
+    od = tl.arange(0, BD)
+    i = first * BLOCK + r
+    j = (first - apart) * BLOCK + r
+    TABLE = _head_table(TABLE, h, Tq, Tk, start, KERNEL)
+    if KERNEL == TOEPLITZ:  # the first tile may be cut off where others are not
+        inside = (i[:, None] - j[None, :] < Tq) & (j[None, :] - i[:, None] < Tk)
+        bias = tl.load(TABLE + (start + i[:, None] - j[None, :]), mask=inside, other=0.0)
+    else:
+        bias = _table(TABLE, (i + start)[:, None], j[None, :], start + Tq, Tk, False, KERNEL)
+    acc = tl.zeros([BLOCK, BLOCK], tl.float32)
+    for step in range(begin, end):
+        b = (step // count).to(tl.int64)
+        row = (first + step % count) * BLOCK
+        im = row + r
+        jn = row - apart * BLOCK + r
+        rows = (im[:, None] < Tq) & (od[None, :] < D)
+        keys = (jn[None, :] < Tk) & (od[:, None] < D)
+        i64 = im.to(tl.int64)[:, None]
+        j64 = jn.to(tl.int64)[None, :]
+        q = tl.load(Q + b * sqb + h * sqh + i64 * sqt + od[None, :], mask=rows, other=0.0)
+        do = tl.load(DO + b * sdob + h * sdoh + i64 * sdot + od[None, :], mask=rows, other=0.0)
+        kT = tl.load(K + b * skb + (h // GROUP) * skh + j64 * skt + od[:, None], mask=keys, other=0.0)
+        vT = tl.load(V + b * svb + (h // GROUP) * svh + j64 * svt + od[:, None], mask=keys, other=0.0)
+        line = (b * H + h) * Tq + im
+        lse = tl.load(LSE + line, mask=im < Tq, other=float("inf"))
+        delta = tl.load(DELTA + line, mask=im < Tq, other=0.0)
+        p = tl.exp2(tl.dot(q, kT, input_precision=PRECISION) * scale2 + (bias - lse[:, None]))
+        seen = _visible((im + start)[:, None], jn[None, :], KMASK + b * Tk, DOCS + b * Tk, Tk, window, CAUSAL, WINDOW,
+                        PADDED, PACKED)  # fmt: skip
+        p = tl.where(seen, p, 0.0)
+        acc += p * (tl.dot(do, vT, input_precision=PRECISION) - delta[:, None])
+    if KERNEL == TOEPLITZ:
+        place = ((part * H + h) * tl.num_programs(0) + tile) * BLOCK * BLOCK
+        tl.store(DTABLE + place + r[:, None] * BLOCK + r[None, :], acc)
+    else:
+        place = (h * Tq + i.to(tl.int64)[:, None]) * Tk + j[None, :]
+        tl.store(DTABLE + place, acc, mask=(i[:, None] < Tq) & (j[None, :] < Tk))
