@@ -96,11 +96,11 @@ def jobs(generation: int) -> list[tuple]:
             todo.append((kernel, tile, {**flags, **shape}, data, generation))
         if flags["KERNEL"] >= 2:
             todo.append((kernels.backward_table, Tile(64, 64, 4, 2), {**flags, "BLOCK": 64}, data, generation))
-    flags = {**CABLE, **PLAIN, "D": 64, "BD": 64, "PRECISION": "tf32", "BM": 128, "BN": 64}
+    flags = {**CABLE, **PLAIN, "D": 64, "BD": 64, "PRECISION": "tf32", "BM": 64, "BN": 64}
     flags |= {"SUMS": True, "NEAR_KEYS": 128, "WIDTH": 64, "SLACK_FACTOR": 1.001, "BLOCK": 128, "BK": 64, "LARGE": 512}
     small = [kernels.split_potential, kernels.potential_columns, kernels.row_dots] if hopper else []
     small += [pruning._summarise, pruning._bounds, pruning._rows] if hopper else []
-    return todo + [(kernel, Tile(128, 64, 8, 1), flags, "bf16", generation) for kernel in small]
+    return todo + [(kernel, Tile(64, 64, 4, 1), flags, "bf16", generation) for kernel in small]
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from cable_attn import CableError, CableGPTForCausalLM, PotentialBias, attention
 from cable_attn.attention import fused, make_call, pruning
 from cable_attn.attention.reference import weights
-from cable_attn.attention.tiles import Tile
+from cable_attn.attention.tiles import Tile, Tiles
 from cable_attn.bias import FunctionBias, ToeplitzBias
 from cable_attn.layout import Layout
 
@@ -208,7 +208,7 @@ def test_pruning_drops_blocks_and_never_more_than_promised(causal, extra, monkey
     exact = weights(call, range(keys)).double()
     j = torch.arange(keys)
     for block in range(lo.shape[-1]):
-        rows = slice(block * 128, (block + 1) * 128)
+        rows = slice(block * 64, (block + 1) * 64)
         for h in range(2):
             dropped = (j < lo[0, h, block]) | (j >= hi[0, h, block])
             assert (exact[0, h, rows] * dropped).sum(-1).max() < 1e-3
@@ -236,14 +236,15 @@ def test_pruning_bounds_are_close_when_they_can_be(causal, extra, monkeypatch):
     for block in range(lo.shape[-1]):
         for h in range(heads):
             dropped = (j < lo[0, h, block]) | (j >= hi[0, h, block])
-            worst = max(worst, float((exact[0, h, block * 128 : (block + 1) * 128] * dropped).sum(-1).max()))
+            worst = max(worst, float((exact[0, h, block * 64 : (block + 1) * 64] * dropped).sum(-1).max()))
     assert epsilon / 20 < worst < epsilon
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_gradients_of_a_pruned_call_with_wide_key_tiles(causal, monkeypatch):
-    """A tile of two key blocks of which no row needs the first, and fewer queries than keys."""
-    monkeypatch.setattr(fused, "INTERPRETED", fused.INTERPRETED._replace(keys=Tile(32, 128, 4, 1)))
+def test_gradients_of_a_pruned_call_with_large_tiles(causal, monkeypatch):
+    """A tile of two key blocks of which no row needs the first, tiles of two row blocks, and fewer queries than keys."""
+    tall = Tile(128, 16, 4, 1)
+    monkeypatch.setattr(fused, "INTERPRETED", Tiles(tall, Tile(32, 128, 4, 1), tall))
     queries, keys = 128, 512
     q, k, v = make_inputs(1, 1, 1, queries, keys, 16)
     c = torch.where(torch.arange(keys) < 320, 0.0, 1000.0).double()[None, None] + torch.arange(keys).double() * 0.01

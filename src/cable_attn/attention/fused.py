@@ -26,8 +26,10 @@ LOG2E = math.log2(math.e)
 COLUMNS = 16
 PROGRAMS = 2048
 """How many programs at least sum the gradient of a table, if the batch can be cut into so many."""
-BOUND_ROWS = 128
-"""How many rows share a pair of pruning bounds, and how many keys a base of the potential: a multiple of every tile."""
+SPLIT = 128
+"""How many keys share a base of the potential: a multiple of every tile."""
+BOUND_ROWS = 64
+"""How many rows share a pair of pruning bounds."""
 
 
 def refuses(call: Call) -> str | None:
@@ -247,10 +249,10 @@ def _split(q: Tensor, c: Tensor | None, packed: bool, table: bool = False) -> tu
     if packed:
         return c.to(torch.float64, copy=True).contiguous(), _none(q)  # an operator never gives back its input
     batch, heads, keys = c.shape
-    blocks = _blocks(keys, BOUND_ROWS)
+    blocks = _blocks(keys, SPLIT)
     off = torch.empty(batch, heads, keys, device=c.device, dtype=torch.float32)
     base = torch.empty(batch, heads, blocks, device=c.device, dtype=torch.float64)
-    kernels.split_potential[(blocks, batch * heads)](c, off, base, *c.stride(), heads, keys, BLOCK=BOUND_ROWS)
+    kernels.split_potential[(blocks, batch * heads)](c, off, base, *c.stride(), heads, keys, BLOCK=SPLIT)
     return off, base
 
 
@@ -389,7 +391,7 @@ def _(q, k, v, c, g, key_mask, document_ids, scale, causal, start, window, kerne
     table = kernel >= TOEPLITZ
     off = q.new_empty(0 if c is None else c.shape, dtype=torch.float64 if packed and not table else torch.float32)
     has_base = c is not None and not packed and not table
-    base = q.new_empty((batch, heads, _blocks(keys, BOUND_ROWS)) if has_base else 0, dtype=torch.float64)
+    base = q.new_empty((batch, heads, _blocks(keys, SPLIT)) if has_base else 0, dtype=torch.float64)
     bounds = (batch, heads, _blocks(queries, BOUND_ROWS)) if prune > 0 else 0
     if c is None:
         off, base = _none(q), _none(q)

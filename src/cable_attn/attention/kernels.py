@@ -35,6 +35,7 @@ TOEPLITZ = tl.constexpr(2)
 DENSE = tl.constexpr(3)
 SPLIT = tl.constexpr(128)
 KEYS = tl.constexpr(64)
+BOUND_ROWS = tl.constexpr(64)
 COLUMNS = tl.constexpr(16)
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 
@@ -361,9 +362,11 @@ def _key_range(LO, HI, bh, row, first, Tq, Tk, window, BM: tl.constexpr, BN: tl.
         lo = tl.maximum(first - window + 1, 0)
         hi = tl.minimum(hi, first + BM - 1 + window)
     if BOUNDED:
-        bound = bh.to(tl.int64) * tl.cdiv(Tq, SPLIT) + row // SPLIT
-        lo = tl.maximum(lo, tl.load(LO + bound))
-        hi = tl.minimum(hi, tl.load(HI + bound))
+        # A tile holds some rows of one pair of bounds, or all of two.
+        one = bh.to(tl.int64) * tl.cdiv(Tq, BOUND_ROWS) + row // BOUND_ROWS
+        two = bh.to(tl.int64) * tl.cdiv(Tq, BOUND_ROWS) + tl.minimum(row + BM - 1, Tq - 1) // BOUND_ROWS
+        lo = tl.maximum(lo, tl.minimum(tl.load(LO + one), tl.load(LO + two)))
+        hi = tl.minimum(hi, tl.maximum(tl.load(HI + one), tl.load(HI + two)))
     lo = (lo // BN) * BN
     mid = lo
     if not (WINDOW or PADDED or PACKED):

@@ -58,7 +58,7 @@ def live_keys(problem: _Problem, document_ids: Tensor | None, epsilon: float) ->
         q, k, *problem.bias, *_summaries(problem, KEY_BLOCK), *_summaries(problem, LARGE_BLOCK), lo, hi, *problem.masks,
         first, end, *q.stride()[:3], *k.stride()[:3], *problem.sizes,
         problem.scale * float(LOG2E.value), epsilon if causal else epsilon / 2,
-        BM=BOUND_ROWS, BN=KEY_BLOCK, LARGE=LARGE_BLOCK, NEAR_KEYS=NEAR, WIDTH=WIDE, SLACK_FACTOR=SLACK, num_warps=8,
+        BM=BOUND_ROWS, BN=KEY_BLOCK, LARGE=LARGE_BLOCK, NEAR_KEYS=NEAR, WIDTH=WIDE, SLACK_FACTOR=SLACK, num_warps=4,
         num_stages=1, maxnreg=128 if problem.flags["BD"] <= 64 else None, **flags,
     )  # fmt: skip
     return lo, hi
@@ -218,11 +218,11 @@ def _drop(dropped, most, spent, budget, q, reach, slope, ci, base, begins, ends,
         radius, spread, moved, c = _load_numbers(NUMBERS, OFF, BASE, block, nearest, inside, base, PACKED)
         x = _mean_logits(q, slope, ci, MEANS, block, inside, c, od, scale2, D, BD, LEFT, PRECISION)
         x += reach[:, None] * moved[None, :] - budget[:, None]
-        weight = tl.exp2(x) + tl.exp2(x + (reach[:, None] * radius[None, :] + spread[None, :]))
         if PACKED:
             counts = (begins[:, None] <= nearest[None, :]) & (nearest[None, :] < ends[:, None])
-            weight = tl.where(counts, weight, 0.0)
-        share = tl.where(inside, tl.max(weight, 0) * SIZE, 2.0)
+            x = tl.where(counts, x, float("-inf"))
+        above = tl.max(x + reach[:, None] * radius[None, :], 0) + spread
+        share = tl.where(inside, (tl.exp2(tl.max(x, 0)) + tl.exp2(above)) * SIZE, 2.0)
         fit = tl.sum((spent + tl.cumsum(share, 0) < 1.0).to(tl.int32))
         spent += tl.sum(tl.where(some < fit, share, 0.0))
         dropped += fit

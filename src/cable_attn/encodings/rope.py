@@ -70,11 +70,29 @@ class Rope(Encoding):
 
     def rotate(self, q: Tensor, k: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         wide = at_least_float32(q.dtype)
-        angle = layout.positions.to(widest(q.device)).unsqueeze(-1) * self.frequencies(q.device)
-        angle = torch.cat([angle, angle], dim=-1).unsqueeze(1)  # [B or 1, 1, Tq, D]
-        grow = 0.1 * math.log(self.factor) + 1 if self.scaling == "yarn" else 1.0
-        cos, sin = (angle.cos() * grow).to(wide), (angle.sin() * grow).to(wide)
+        waves = torch.ops.cable_attn.waves if torch.compiler.is_compiling() else _waves
+        cos, sin = (wave.to(wide) for wave in waves(layout.positions, self.frequencies(q.device)))
+        if self.scaling == "yarn":
+            grow = 0.1 * math.log(self.factor) + 1
+            cos, sin = cos * grow, sin * grow
         return _turn(q, cos, sin), _turn(k, cos, sin)
+
+
+def _waves(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of ``t · θ``: [B or 1, 1, Tq, D], in the precision of the frequencies."""
+    angle = positions.unsqueeze(-1) * frequencies
+    angle = torch.cat([angle, angle], dim=-1).unsqueeze(1)
+    return angle.cos(), angle.sin()
+
+
+# An operator that torch.compile leaves alone: it would compute these fp64 waves anew for every head and every text.
+_operator = torch.library.custom_op("cable_attn::waves", _waves, mutates_args=())
+
+
+@_operator.register_fake
+def _(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    shape = (positions.shape[0], 1, positions.shape[1], 2 * frequencies.shape[0])
+    return frequencies.new_empty(shape), frequencies.new_empty(shape)
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
