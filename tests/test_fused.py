@@ -242,7 +242,7 @@ def test_pruning_bounds_are_close_when_they_can_be(causal, extra, monkeypatch):
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_gradients_of_a_pruned_call_with_large_tiles(causal, monkeypatch):
-    """A tile of two key blocks of which no row needs the first, tiles of two row blocks, and fewer queries than keys."""
+    """Tiles of two key blocks of which no row needs the first, and of two row blocks; fewer queries than keys."""
     tall = Tile(128, 16, 4, 1)
     monkeypatch.setattr(fused, "INTERPRETED", Tiles(tall, Tile(32, 128, 4, 1), tall))
     queries, keys = 128, 512

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, Trainer
 from typer.testing import CliRunner
 
@@ -299,3 +301,23 @@ def test_the_training_benchmark_measures_every_encoding(tmp_path):
     rows = records.read(results)
     assert [row["encoding"] for row in rows] == ["rope", "cable"] and all(row["tokens_per_second"] > 0 for row in rows)
     assert "| cable |" in records.training_markdown(rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "encoding"), [("gpt-embedded", "cable"), ("gpt-embedded", "rope"), ("bert-embedded", "cable")]
+)
+def test_compiled_layers_share_one_graph_and_change_nothing(shards, name, encoding):
+    torch.manual_seed(0)
+    overrides = "{hidden_size = 32, num_hidden_layers = 3, num_attention_heads = 2}"
+    plain = pretraining.make_model(small(shards, name, encoding=encoding, overrides=overrides)).eval()
+    compiled = copy.deepcopy(plain)
+    counter = CompileCounterWithBackend("aot_eager")
+    torch.compiler.reset()
+    pretraining.compile_layers(compiled, backend=counter, fullgraph=True)
+    text = torch.randint(0, 300, (2, 33))
+    for model in (plain, compiled):
+        model.config.use_cache = False
+        model(input_ids=text, labels=text).loss.backward()
+    assert counter.frame_count == 2, "one graph for all layers, one for the loss"
+    for (key, a), (_, b) in zip(plain.named_parameters(), compiled.named_parameters(), strict=True):
+        assert torch.allclose(a.grad, b.grad, atol=1e-6), key

@@ -33,6 +33,8 @@ from cable_attn.environment import environment
 from cable_attn.errors import CableError
 from cable_attn.files import read_json, writable_folder, write_atomically, write_json
 from cable_attn.models import CableBertConfig, CableBertForMaskedLM, CableGPTConfig, CableGPTForCausalLM
+from cable_attn.models.bert import CableBertBlock
+from cable_attn.models.gpt import CableGPTBlock
 from cable_attn.recipe import Recipe, load, to_toml
 from cable_attn.training import DecayingTrainer, Watcher, Watching, last_complete_checkpoint, leads, processes
 
@@ -76,6 +78,14 @@ def make_config(recipe: Recipe) -> CableGPTConfig | CableBertConfig:
 
 def make_model(recipe: Recipe) -> PreTrainedModel:
     return MODELS[recipe.model.family][1](make_config(recipe))
+
+
+def compile_layers(model: PreTrainedModel, **options: Any) -> None:
+    """torch.compile for each layer, in place, and for the loss: the logits are the largest tensor by far."""
+    for module in model.modules():
+        if isinstance(module, (CableGPTBlock, CableBertBlock)):
+            module.compile(**options)
+    model.loss_function = torch.compile(model.loss_function, **options)
 
 
 def load_data(recipe: Recipe, folder: Path) -> Data:
@@ -147,6 +157,8 @@ def run(recipe: Recipe, folder: Path, resume: bool = False, watch: Watcher | Non
         arguments.eval_strategy = IntervalStrategy.NO
     set_seed(recipe.train.seed)
     model = make_model(recipe)
+    if recipe.train.compile == "layers" and torch.cuda.is_available():
+        compile_layers(model)
     _same_data(folder / "environment.json", data.manifest, resume)
     with _stop_on_sigterm() as asked:
         stop = _Stop(asked)
@@ -237,7 +249,7 @@ def _arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
         bf16=precision == "bf16",
         fp16=precision == "fp16",
         tf32=True if cuda and torch.cuda.get_device_capability() >= (8, 0) else None,
-        torch_compile=part.compile and cuda,
+        torch_compile=part.compile == "model" and cuda,
         seed=part.seed,
         logging_steps=part.log_every,
         logging_first_step=True,

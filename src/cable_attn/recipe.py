@@ -53,8 +53,8 @@ class TrainPart:
     seed: int = 0
     precision: str = "auto"
     """auto: bf16 where the GPU has it, else fp32; or bf16, fp16, fp32."""
-    compile: bool = False
-    """torch.compile, on a GPU."""
+    compile: str = "no"
+    """torch.compile, on a GPU: of the layers, which share one graph and so compile fast, or of the whole model."""
     fsdp: bool = False
     """Shard weights, gradients and optimizer over the GPUs (FSDP2) instead of copying them (DDP)."""
     log_every: int = 10
@@ -75,6 +75,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         require_known("model.family", self.model.family, FAMILIES)
+        require_known("train.compile", self.train.compile, ["no", "layers", "model"])
         require_known("train.precision", self.train.precision, ["auto", "bf16", "fp16", "fp32"])
         for name in ("steps", "tokens_per_update", "micro_batch", "log_every", "eval_every", "save_every", "keep"):
             if getattr(self.train, name) < 1:

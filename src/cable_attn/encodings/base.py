@@ -104,7 +104,7 @@ class HeadLinear(nn.Linear):
             weight, bias = self.weight.to(wide), self.bias.to(wide)
             if self.per_head_input:
                 return torch.einsum("bthd,hd->bht", x.to(wide).unflatten(-1, weight.shape), weight) + bias[:, None]
-            return nn.functional.linear(x.to(wide), weight, bias).transpose(1, 2)
+            return nn.functional.linear(x.to(wide), weight, bias).transpose(1, 2).contiguous()
 
 
 class PotentialEncoding(Encoding):
