@@ -57,9 +57,10 @@ def test_the_kernel_page_shows_the_stored_measurements():
 
 
 def test_the_benchmark_report_is_made_from_the_stored_rows(tmp_path):
-    page = tmp_path / "page.md"
+    page = tmp_path / "kernels.md"
     page.write_text("before\n<!-- attention -->\nold\n<!-- end -->\nafter\n")
-    arguments = ["bench", "report", "--page", str(page), "--results", str(ROOT / "benchmarks/results")]
+    (tmp_path / "training.md").write_text("")
+    arguments = ["bench", "report", "--docs", str(tmp_path), "--results", str(ROOT / "benchmarks/results")]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     text = page.read_text()

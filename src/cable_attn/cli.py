@@ -466,17 +466,22 @@ def bench_pruning(
 @bench_app.command(name="report")
 def bench_report(
     results: Annotated[Path, typer.Option(help="Folder of the JSONL files.")] = Path("benchmarks/results"),
-    page: Annotated[Path, typer.Option(help="Document whose tables are made anew.")] = Path("docs/kernels.md"),
+    docs: Annotated[Path, typer.Option(help="Folder of the documents whose tables are made anew.")] = Path("docs"),
 ) -> None:
-    """Make the tables and the figure of docs/kernels.md from the stored measurements."""
+    """Make the tables and figures of docs/kernels.md and docs/training.md from the stored measurements."""
     from cable_attn.bench import records
     from cable_attn.files import write_atomically
-    from cable_attn.report import speed_figure
+    from cable_attn.report import speed_figure, training_figure
 
-    write_atomically(page, records.fill(page.read_text(encoding="utf-8"), results))
-    rows = records.latest(records.read(results / "attention.jsonl"))
-    figures = speed_figure(rows, page.parent / "attention")
-    console.print("Written:", page, *figures, highlight=False)
+    written = []
+    for page in (docs / "kernels.md", docs / "training.md"):
+        write_atomically(page, records.fill(page.read_text(encoding="utf-8"), results))
+        written.append(page)
+    written += speed_figure(records.latest(records.read(results / "attention.jsonl")), docs / "attention")
+    if (results / "training.jsonl").exists():
+        rows = records.latest_by_size(records.read(results / "training.jsonl"))
+        written += training_figure(rows, docs / "training")
+    console.print("Written:", *written, highlight=False)
 
 
 def _shapes(text: str) -> tuple[Any, ...]:

@@ -101,6 +101,34 @@ def speed_figure(rows: list[dict[str, Any]], stem: Path) -> list[Path]:
     return _save(figure, stem)
 
 
+def training_figure(rows: list[dict[str, Any]], stem: Path) -> list[Path]:
+    """Training time and peak memory of each encoding, one column a model size, as PNG and SVG."""
+    sizes = list(dict.fromkeys(row["size"] for row in rows))
+    names = list(dict.fromkeys(row["encoding"] for row in rows))
+    size_in_inches = (3.2 * len(sizes) + 1, 0.5 * len(names) + 2)
+    figure, panels = _pyplot().subplots(
+        2, len(sizes), figsize=size_in_inches, sharey=True, layout="constrained", squeeze=False
+    )
+    for column, size in enumerate(sizes):
+        for row in rows:
+            if row["size"] != size or "error" in row:
+                continue
+            place = names.index(row["encoding"])
+            for axes, value in zip(panels[:, column], (1e6 / row["tokens_per_second"], (row["peak_mib"] or 0) / 1024)):
+                axes.barh(place, value, color=COLOURS[0] if row["encoding"] == "cable" else "0.75", height=0.7)
+                axes.annotate(f"{value:.3g}", (value, place), xytext=(3, 0), va="center", **NOTE)
+        panels[0][column].set_title(size, fontsize=9)
+        panels[0][column].set_xlabel("seconds for a million tokens", fontsize=9)
+        panels[1][column].set_xlabel("peak memory, GiB", fontsize=9)
+    for axes in panels.flat:
+        axes.margins(x=0.15)
+        axes.spines[["top", "right"]].set_visible(False)
+    for axes in panels[:, 0]:
+        axes.set_yticks(range(len(names)), names)
+    panels[0][0].invert_yaxis()
+    return _save(figure, stem)
+
+
 def perplexity_figure(results: Perplexities, trained_at: int, stem: Path) -> list[Path]:
     """Perplexity against length, as PNG and SVG."""
     plt = _pyplot()

@@ -17,6 +17,12 @@ def latest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row for row in rows if row.get("commit") == rows[-1].get("commit")]
 
 
+def latest_by_size(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of the last commit at which each size of model was measured."""
+    sizes = dict.fromkeys(row["size"] for row in rows)
+    return [row for size in sizes for row in latest([row for row in rows if row["size"] == size])]
+
+
 def attention_markdown(rows: list[dict[str, Any]]) -> str:
     """Milliseconds forward / forward+backward for each shape, and the ratio of CABLE to each peer; the last run."""
     rows = latest(rows)
@@ -75,8 +81,8 @@ def tuning_markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def training_markdown(rows: list[dict[str, Any]]) -> str:
-    """Thousand tokens per second, over RoPE's, and peak memory of each encoding and size; the last run."""
-    rows = latest(rows)
+    """Thousand tokens per second, over RoPE's, and peak memory of each encoding and size."""
+    rows = latest_by_size(rows)
     sizes = list(dict.fromkeys(row["size"] for row in rows))
     lines = ["| encoding | " + " | ".join(sizes) + " |", "|---" * (len(sizes) + 1) + "|"]
     found = {(row["encoding"], row["size"]): row for row in rows if "error" not in row}
