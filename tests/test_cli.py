@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -18,14 +19,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import cable_attn
 from cable_attn import cli
-from cable_attn.report import perplexity_table
+from cable_attn.cli import study as study_commands
+from cable_attn.tables import LengthTable
 
 SMALL = ["--steps", "6", "--length", "16", "--eval-tokens", "1024", "--encodings", "cable,rope"]
 
 
 def start(*args: str, **kwargs) -> subprocess.Popen:
     environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
-    command = [sys.executable, "-m", "cable_attn.cli", *args]
+    command = [sys.executable, "-m", "cable_attn", *args]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, **kwargs
     )
@@ -69,13 +71,14 @@ def test_demo_leaves_numbers_figure_and_checkpoints(run):
     assert all(value > 1 for row in results.values() for value in row.values())
     assert (run / "perplexity.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (run / "perplexity.svg").read_text()
-    model = AutoModelForCausalLM.from_pretrained(run / "cable")
-    tokenizer = AutoTokenizer.from_pretrained(run / "cable")
+    model = AutoModelForCausalLM.from_pretrained(run / "cable-0")
+    tokenizer = AutoTokenizer.from_pretrained(run / "cable-0")
     assert type(model).__name__ == "CableGPTForCausalLM"
     ids = tokenizer("It is a truth", return_tensors="pt").input_ids
     assert model.generate(ids, max_new_tokens=3, do_sample=False).shape[1] == ids.shape[1] + 3
     assert {path.name for path in run.iterdir()} == {
-        "cable", "rope", "results.json", "settings.json", "perplexity.png", "perplexity.svg",
+        "cable-0", "rope-0", "results.json", "table.md", "table.csv", "table.tex", "perplexity.png", "perplexity.svg",
+        "loss.png", "loss.svg",
     }  # fmt: skip
 
 
@@ -88,10 +91,10 @@ def test_demo_is_deterministic(run, tmp_path):
 def test_demo_keeps_what_is_done_and_can_add(run, tmp_path):
     out = tmp_path / "copy"
     shutil.copytree(run, out)
-    before = (out / "cable" / "model.safetensors").stat().st_mtime_ns
+    before = (out / "cable-0" / "model.safetensors").stat().st_mtime_ns
     code, _, err = cable("demo", "--out", str(out), *SMALL[:-1], "cable,nope")
     assert code == 0, err
-    assert (out / "cable" / "model.safetensors").stat().st_mtime_ns == before
+    assert (out / "cable-0" / "model.safetensors").stat().st_mtime_ns == before
     assert list(json.loads((out / "results.json").read_text())) == ["cable", "nope"]
 
 
@@ -99,15 +102,17 @@ def test_a_killed_demo_goes_on_and_ends_the_same(run, tmp_path):
     """kill −9 while it works; the second call ends with the numbers of the uninterrupted run."""
     process = start("demo", "--out", str(tmp_path), *SMALL)
     deadline = time.monotonic() + 120
-    while not (tmp_path / ".rope.training").exists() and time.monotonic() < deadline and process.poll() is None:
+    while (
+        not (tmp_path / "rope-0" / "metrics.jsonl").exists() and time.monotonic() < deadline and process.poll() is None
+    ):
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    assert (tmp_path / "cable" / "model.safetensors").exists()
+    assert (tmp_path / "cable-0" / "evaluation.json").exists()
+    assert not (tmp_path / "rope-0" / "evaluation.json").exists()
     code, _, err = cable("demo", "--out", str(tmp_path), *SMALL)
     assert code == 0, err
     assert (tmp_path / "results.json").read_text() == (run / "results.json").read_text()
-    assert not [path for path in tmp_path.iterdir() if "training" in path.name]
 
 
 def test_demo_on_own_text(tmp_path):
@@ -131,7 +136,7 @@ def test_demo_on_own_text(tmp_path):
 
 
 def test_eval(run):
-    code, out, err = cable("eval", str(run / "cable"), "--lengths", "16,64", "--tokens", "512")
+    code, out, err = cable("eval", str(run / "cable-0"), "--lengths", "16,64", "--tokens", "512")
     assert code == 0, err
     assert re.search(r"64\s*│\s*\d+\.\d\d", out)
 
@@ -160,7 +165,7 @@ def bad_folders(run, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     shutil.copytree(run, tmp_path / "run")
-    shutil.copytree(run / "cable", tmp_path / "corrupt")
+    shutil.copytree(run / "cable-0", tmp_path / "corrupt")
     weights = tmp_path / "corrupt" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     return tmp_path
@@ -175,13 +180,16 @@ def bad_folders(run, tmp_path):
         (["demo", "--text", "{}/empty.txt"], "is empty"),
         (["demo", "--text", "{}/short.txt"], "fewer than one window of 128"),
         (["demo", "--out", "{}/file/run"], "cannot write to folder"),
-        (["demo", "--out", "{}/run", "--steps", "7", "--length", "16"], "other settings (steps, eval_tokens)"),
+        (
+            ["demo", "--out", "{}/run", "--steps", "7", "--length", "16"],
+            "(recipe.train.steps was 6 and is 7)",
+        ),
         (["demo", "--out", "{}/mine", "--fresh"], "will not delete it"),
         (["demo", "--steps", "0"], "--steps"),
         (["eval", "{}/corrupt"], "cannot be loaded"),
         (["eval", "{}/mine"], "is not a checkpoint: it has no config.json"),
-        (["eval", "{}/run/cable", "--lengths", "12,x"], "whole numbers like 128,512, got 'x'"),
-        (["eval", "{}/run/cable", "--text", "{}/short.txt"], "fewer than one window"),
+        (["eval", "{}/run/cable-0", "--lengths", "12,x"], "whole numbers like 128,512, got 'x'"),
+        (["eval", "{}/run/cable-0", "--text", "{}/short.txt", "--lengths", "512"], "fewer than one window"),
         (["dmeo"], "dmeo"),
     ],
 )
@@ -215,7 +223,7 @@ for name in ("matplotlib", "triton", "datasets", "tiktoken", "sentence_transform
 import socket
 def refuse(*args, **kwargs): raise AssertionError("network at import")
 socket.socket.connect = refuse
-import cable_attn, cable_attn.cli, cable_attn.demo, cable_attn.report
+import cable_attn, cable_attn.cli, cable_attn.study, cable_attn.harness, cable_attn.report
 import torch
 assert not torch.cuda.is_initialized()
 model = cable_attn.CableGPTForCausalLM(cable_attn.CableGPTConfig.preset("tiny", vocab_size=50, hidden_size=32))
@@ -228,12 +236,13 @@ print(model(torch.tensor([[1, 2]])).logits.shape)
 
 def test_the_demo_without_matplotlib_says_what_to_install(run, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    cli._draw({"cable": {16: 2.0}}, 16, tmp_path / "figure")
+    study = study_commands
+    study._draw(SimpleNamespace(trained_at=16), [], {"cable": {16: 2.0}}, tmp_path)
     assert "cable-attn[plot]" in capsys.readouterr().out
 
 
 def test_the_table_marks_the_best_and_what_cannot_be_read():
     console = Console(width=100, color_system=None, record=True)
-    console.print(perplexity_table({"cable": {8: 2.0, 16: 1.5}, "learnable": {8: 1.75}}, 8))
+    console.print(LengthTable("", {"cable": {8: [2.0], 16: [1.5]}, "learnable": {8: [1.75]}}, 8, digits=1).rich())
     text = console.export_text()
-    assert re.search(r"learnable\s*│\s*1\.8\s*│\s*—", text)
+    assert re.search(r"learnable\s*│\s*1\.8\s*│\s*–", text)

@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from cable_attn import CableError, CableGPTForCausalLM
 from cable_attn import evaluation as evaluation_module
 from cable_attn.data import Document, Windows, embedded_corpus, encode, hold_out, read_texts, train_bpe
-from cable_attn.evaluation import comparable, perplexity
+from cable_attn.evaluation import HeldOut, comparable, evaluate, from_texts, measure, output_head, perplexity, windows
 
 from .conftest import small_gpt, stir
 
@@ -111,6 +111,107 @@ def test_perplexity_equals_a_plain_loop(logits, monkeypatch):
             p = model(window[None, :-1]).logits[0].double().softmax(-1)
         total += -p[torch.arange(20), window[1:]].log().sum().item()
     assert perplexity(model, tokens, 20, batch_tokens=40) == pytest.approx(math.exp(total / 100), rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    return stir(GPT2LMHeadModel(GPT2Config(vocab_size=97, n_positions=64, n_embd=32, n_layer=2, n_head=4))).eval()
+
+
+def held_out(tokens, starts=(0,)):
+    return HeldOut(np.asarray(tokens), np.asarray(starts), "made up", "")
+
+
+@given(st.integers(2, 40), st.integers(1, 12), st.data())
+def test_sliding_windows_predict_each_target_once_by_the_first_window_that_reaches_it(tokens, length, data):
+    length = min(length, tokens - 1)
+    stride = data.draw(st.integers(1, length))
+    seen = {}
+    for start, first in windows(tokens, length, stride):
+        assert start >= 0 and start + length < tokens
+        for place in range(first, length):
+            assert start + place + 1 not in seen
+            seen[start + place + 1] = start
+    assert sorted(seen) == list(range(1, tokens))
+    for target, start in seen.items():
+        on_the_grid = -(-max(target - length, 0) // stride) * stride
+        assert start == min(on_the_grid, tokens - 1 - length)
+
+
+def test_a_sliding_window_equals_its_definition(gpt2):
+    """Each target alone, from the tokens of the window that predicts it."""
+    tokens = np.random.default_rng(0).integers(0, 97, 61)
+    [row] = evaluate(gpt2, held_out(tokens), [20], stride=7)
+    total = 0.0
+    for target in range(1, 61):
+        start = min(-(-max(target - 20, 0) // 7) * 7, 60 - 20)
+        with torch.no_grad():
+            logits = gpt2(torch.from_numpy(tokens[start:target])[None]).logits[0, -1].double()
+        total -= logits.log_softmax(-1)[tokens[target]].item()
+    assert row["tokens"] == 60 and row["loss"] == pytest.approx(total / 60, rel=1e-5)
+
+
+def test_losses_by_document_and_place(gpt2):
+    """Against plain sums; documents that differ give an interval around the perplexity."""
+    tokens = np.random.default_rng(1).integers(0, 97, 41)
+    starts = [0, 11, 25]
+    tally = measure(gpt2, held_out(tokens, starts), 8)
+    with torch.no_grad():
+        logits = gpt2(torch.from_numpy(tokens[:40]).view(5, 8)).logits.double().flatten(0, 1)
+    losses = -logits.log_softmax(-1)[torch.arange(40), torch.from_numpy(tokens[1:])].numpy()
+    assert np.allclose(tally.place_sums, losses.reshape(5, 8).sum(0), rtol=1e-5)
+    documents = np.searchsorted(starts, np.arange(1, 41), side="right") - 1
+    assert np.allclose(tally.sums, [losses[documents == n].sum() for n in range(3)], rtol=1e-5)
+    assert tally.counts.tolist() == [10, 14, 16]
+    low, high = tally.interval()
+    assert low < math.exp(losses.mean()) < high
+    assert measure(gpt2, held_out(tokens), 8).interval() is None
+    assert tally.by_place()[-1] == (8, pytest.approx(losses.reshape(5, 8)[:, 7].mean()))
+
+
+def test_bits_per_byte_do_not_depend_on_the_tokenizer():
+    """A uniform model over V tokens needs log2 V bits for each token's bytes."""
+    documents = [Document("a", "Ünïcödé and plain words, ever again. " * 20)]
+    for vocabulary in (260, 300):
+        tokenizer = train_bpe(documents, vocabulary)
+        model = CableGPTForCausalLM(small_gpt(vocab_size=vocabulary))
+        with torch.no_grad():
+            model.transformer.wte.weight.zero_()
+        text = from_texts(documents, tokenizer, "a")
+        [row] = evaluate(model, text.first(65), [64])
+        size = len(tokenizer.decode(text.tokens[1:65]).encode())
+        assert row["bits_per_byte"] == pytest.approx(math.log2(vocabulary) * 64 / size, rel=1e-5)
+
+
+def test_logits_that_are_more_than_a_product_are_taken_whole(gpt2, monkeypatch):
+    """A model that scales its logits after the head, as some do."""
+    tokens = np.random.default_rng(0).integers(0, 97, 41)
+    plain = perplexity(gpt2, tokens, 20)
+    assert output_head(gpt2) is gpt2.lm_head
+    forward = type(gpt2).forward
+
+    def scaled(self, *args, **kwargs):
+        out = forward(self, *args, **kwargs)
+        out.logits = out.logits * 0.0
+        return out
+
+    monkeypatch.setattr(type(gpt2), "forward", scaled)
+    assert output_head(gpt2) is None
+    assert perplexity(gpt2, tokens, 20) == pytest.approx(97, rel=1e-5) != plain
+
+
+def test_a_length_that_cannot_be_read_is_told():
+    model = CableGPTForCausalLM(small_gpt("learnable", max_position_embeddings=16))
+    short, long = evaluate(model, held_out(np.arange(97)), [16, 32])
+    assert short["perplexity"] > 1 and "16" in long["error"] and "perplexity" not in long
+
+
+def test_strides_and_equal_targets(gpt2):
+    tokens = np.random.default_rng(0).integers(0, 97, 100)
+    rows = evaluate(gpt2, held_out(tokens), [8, 12], same_tokens=True)
+    assert [row["tokens"] for row in rows] == [96, 96]
+    with pytest.raises(CableError, match="stride must lie between 1 and the shortest length, 8, got 9"):
+        evaluate(gpt2, held_out(tokens), [8, 12], stride=9)
 
 
 def test_every_length_predicts_the_same_tokens():

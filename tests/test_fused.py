@@ -16,11 +16,19 @@ from cable_attn import CableError, CableGPTForCausalLM, PotentialBias, attention
 from cable_attn.attention import fused, make_call, pruning
 from cable_attn.attention.reference import weights
 from cable_attn.attention.tiles import Tile, Tiles
-from cable_attn.bias import FunctionBias, ToeplitzBias
+from cable_attn.bias import Bias, FunctionBias, ToeplitzBias
 from cable_attn.layout import Layout
 
 from .conftest import small_gpt, stir
 from .test_attention import make_bias, make_inputs
+
+WRITTEN = FunctionBias(lambda i, j, start: (i[:, None] - j).float()[None, None])
+
+
+class NoBias(Bias):
+    def rows(self, i, j, query_start=0):
+        return torch.zeros(1, 1, len(i), len(j))
+
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernels for real")
 
@@ -288,7 +296,8 @@ def test_pruning_is_refused_with_a_reason(bias, prune, words):
         ({"dropout": 0.5}, "no attention dropout"),
         ({"softcap": 5.0}, "no soft-capping"),
         ({"mix": lambda s, b, q, seen: s}, "(mix)"),
-        ({"kind": "toeplitz"}, "take potential biases, not ToeplitzBias"),
+        ({"bias": NoBias()}, "take no NoBias"),
+        ({"bias": WRITTEN, "document_ids": torch.zeros(1, 4)}, "place in the document differs"),
         ({"scale": 0.0}, "need a positive scale"),
         ({"query_start": torch.tensor(0)}, "known only on the device"),
         ({"dim": 136, "prune": 1e-3, "kind": "gain"}, "pruning in float32 takes head dimensions up to 128"),
@@ -297,17 +306,25 @@ def test_pruning_is_refused_with_a_reason(bias, prune, words):
 def test_what_the_kernels_cannot_do_is_said_by_name(change, words):
     change = dict(change)
     q, k, v = make_inputs(1, 1, 1, 4, 4, change.pop("dim", 16), change.pop("dtype", torch.float32))
-    bias = make_bias(change.pop("kind", "plain"), 1, 1, 4, 4)
+    bias = change.pop("bias", None) or make_bias(change.pop("kind", "plain"), 1, 1, 4, 4)
     with pytest.raises(CableError) as error:
         attention(q, k, v, bias, backend="triton", **change)
     assert "attention backend triton: " in str(error.value) and words in str(error.value)
     assert "can serve the call: " in str(error.value)
 
 
-def test_a_model_runs_and_compiles_on_the_fused_operator():
+def test_a_bias_too_large_to_write_out_is_left_to_others(monkeypatch):
+    monkeypatch.setattr(fused, "BLOCK_ELEMENTS", 15)
+    q, k, v = make_inputs(1, 1, 1, 4, 4, 16)
+    with pytest.raises(CableError, match="written out, and only up to 15 numbers"):
+        attention(q, k, v, WRITTEN, backend="triton")
+
+
+@pytest.mark.parametrize("encoding", ["cable", "kerple-log", "fire"])
+def test_a_model_runs_and_compiles_on_the_fused_operator(encoding):
     """Same loss and gradients as the reference, in eager mode and as one graph."""
     text = torch.randint(0, 97, (1, 20))
-    model = stir(CableGPTForCausalLM(small_gpt(num_attention_heads=2, num_hidden_layers=1)))
+    model = stir(CableGPTForCausalLM(small_gpt(encoding, num_attention_heads=2, num_hidden_layers=1)))
     results = {}
     for how in ("reference", "triton", "compiled"):
         model.config.attention_backend = "triton" if how == "compiled" else how

@@ -1,18 +1,68 @@
-"""How well a model predicts text that is longer than what it was trained on."""
+"""How well a model predicts text that is longer than what it was trained on.
+
+A window is a stretch of tokens that the model reads at once; each of its tokens predicts the next. Losses are summed by
+document and by place in the window as they come, and logits exist for a few rows at a time, so that memory grows with
+neither the text nor the length.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from cable_attn.data.tokens import require_window
+from cable_attn.data.corpus import Document
+from cable_attn.data.shards import Tokens
+from cable_attn.data.tokens import encode, require_window
+from cable_attn.errors import CableError
 
 LOGIT_ELEMENTS = 2**26
 """How many logits may exist at once (256 MiB in fp32)."""
+PLACES = 64
+"""Into how many stretches a window is divided when losses are told by place."""
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A row of tokens to predict."""
+
+    tokens: np.ndarray
+    document_starts: np.ndarray
+    source: str
+    sha256: str
+    """Of the shards' manifest, or of the tokens."""
+    tokenizer: Any = None
+
+    def first(self, count: int) -> HeldOut:
+        return HeldOut(self.tokens[:count], self.document_starts, self.source, self.sha256, self.tokenizer)
+
+    def documents(self, targets: np.ndarray) -> np.ndarray:
+        """The number of each target's document."""
+        return np.searchsorted(self.document_starts, targets, side="right") - 1
+
+
+def from_texts(documents: list[Document], tokenizer: Any, source: str) -> HeldOut:
+    rows = [encode([document], tokenizer) for document in documents]
+    tokens = np.concatenate(rows)
+    starts = np.cumsum([0, *(len(row) for row in rows[:-1])])
+    return HeldOut(tokens, starts, source, hashlib.sha256(tokens.tobytes()).hexdigest(), tokenizer)
+
+
+def from_shards(folder: Path, split: str, limit: int | None = None, tokenizer: Any = None) -> HeldOut:
+    shards = Tokens(folder, split)
+    tokens = shards.slice(0, min(len(shards), (limit or len(shards)) + 1))
+    return HeldOut(tokens, shards.document_starts, f"{folder}, {split}", shards.manifest_hash, tokenizer)
 
 
 def comparable(tokens: np.ndarray, lengths: Sequence[int], limit: int | None = None) -> np.ndarray:
@@ -26,7 +76,125 @@ def comparable(tokens: np.ndarray, lengths: Sequence[int], limit: int | None = N
     return tokens[: targets + 1]
 
 
-@torch.inference_mode()
+def windows(tokens: int, length: int, stride: int | None = None) -> Iterator[tuple[int, int]]:
+    """(first token read, first place in the window whose prediction counts) of each window.
+
+    Without a stride the windows lie side by side. With one each begins ``stride`` tokens after the one before and only
+    what that one has not predicted counts; the last ends with the text. So every target is predicted once, by the first
+    window that reaches it.
+    """
+    targets = tokens - 1
+    if stride is None:
+        yield from ((start, 0) for start in range(0, targets - length + 1, length))
+        return
+    done = 0
+    for start in range(0, targets, stride):
+        start = min(start, targets - length)
+        yield start, done - start
+        done = start + length
+        if done == targets:
+            return
+
+
+class Tally:
+    """Losses in nats, summed by document and by place in the window."""
+
+    def __init__(self, held_out: HeldOut, length: int):
+        self.held_out = held_out
+        documents = len(held_out.document_starts)
+        self.sums, self.counts = np.zeros(documents), np.zeros(documents, np.int64)
+        self.place_sums, self.place_counts = np.zeros(length), np.zeros(length, np.int64)
+
+    def add(self, losses: np.ndarray, start: int, first: int) -> None:
+        """One window's losses; ``first``: the place from which they count."""
+        losses = losses[first:].astype(np.float64)
+        targets = np.arange(start + first + 1, start + first + 1 + len(losses))
+        documents = self.held_out.documents(targets)
+        size = len(self.sums)
+        self.sums += np.bincount(documents, losses, size)
+        self.counts += np.bincount(documents, minlength=size)
+        self.place_sums[first:] += losses
+        self.place_counts[first:] += 1
+
+    @property
+    def loss(self) -> float:
+        return float(self.sums.sum() / self.counts.sum())
+
+    def interval(self) -> tuple[float, float] | None:
+        """95 % of perplexities when documents are drawn anew; ``None`` for a single document."""
+        seen = self.counts > 0
+        if seen.sum() < 2:
+            return None
+        sums, counts = self.sums[seen], self.counts[seen]
+        drawn = np.random.default_rng(0).multinomial(len(sums), np.full(len(sums), 1 / len(sums)), RESAMPLES)
+        low, high = np.quantile(np.exp(drawn @ sums / (drawn @ counts)), [0.025, 0.975])
+        return float(low), float(high)
+
+    def by_place(self) -> list[tuple[int, float]]:
+        """(last place of a stretch, counted from 1; mean loss there)."""
+        edges = np.unique(np.linspace(0, len(self.place_sums), PLACES + 1).round().astype(int))
+        told = []
+        for begin, end in pairwise(edges):
+            count = self.place_counts[begin:end].sum()
+            if count:
+                told.append((int(end), float(self.place_sums[begin:end].sum() / count)))
+        return told
+
+
+def evaluate(
+    model: PreTrainedModel,
+    held_out: HeldOut,
+    lengths: Sequence[int],
+    *,
+    stride: int | None = None,
+    same_tokens: bool = False,
+    batch_tokens: int = 4096,
+    watch: Callable[[int, int], None] | None = None,
+) -> list[dict[str, Any]]:
+    """A row of results for each length; ``watch(length, n)`` hears of every n tokens done.
+
+    same_tokens: only what all lengths cut into whole windows, so that each is judged on equal targets. A length that
+    the model cannot read (learned positions beyond their table) gives a row that says so.
+    """
+    if stride is not None and not 0 < stride <= min(lengths):
+        raise CableError(f"stride must lie between 1 and the shortest length, {min(lengths)}, got {stride}.")
+    if same_tokens:
+        held_out = held_out.first(len(comparable(held_out.tokens, lengths)))
+    rows = []
+    for length in lengths:
+        require_window(held_out.tokens, length + 1, "the held-out text")
+        began = time.monotonic()
+        try:
+            tally = measure(model, held_out, length, stride, batch_tokens, watch)
+        except CableError as error:
+            rows.append({"length": length, "error": str(error)})
+            continue
+        rows.append({"length": length, **_result(tally, held_out, stride), "seconds": time.monotonic() - began})
+    return rows
+
+
+def _result(tally: Tally, held_out: HeldOut, stride: int | None) -> dict[str, Any]:
+    interval = tally.interval()
+    count = int(tally.counts.sum())
+    size = text_bytes(held_out.tokens[1 : count + 1], held_out.tokenizer)
+    return {
+        "perplexity": math.exp(tally.loss),
+        "loss": tally.loss,
+        "interval": None if interval is None else list(interval),
+        "documents": int((tally.counts > 0).sum()),
+        "tokens": count,
+        "bits_per_byte": tally.loss * count / math.log(2) / size if size else None,
+        "by_place": tally.by_place(),
+    }
+
+
+def text_bytes(tokens: np.ndarray, tokenizer: Any) -> int | None:
+    """How many bytes of text these tokens are."""
+    if tokenizer is None:
+        return None
+    return len(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False).encode())
+
+
 def perplexity(
     model: PreTrainedModel,
     tokens: np.ndarray,
@@ -35,30 +203,82 @@ def perplexity(
     batch_tokens: int = 4096,
     on_tokens: Callable[[int], None] | None = None,
 ) -> float:
-    """``exp`` of the mean loss over non-overlapping windows of ``length`` tokens; each predicts its next token.
-
-    ``on_tokens(n)`` is called with the number of tokens done since the last call.
-    """
+    """``exp`` of the mean loss over non-overlapping windows of ``length`` tokens."""
     require_window(tokens, length + 1, "the held-out text")
-    count = (len(tokens) - 1) // length
-    inputs = torch.from_numpy(tokens[: count * length]).view(count, length)
-    targets = torch.from_numpy(tokens[1 : count * length + 1]).view(count, length)
-    batch = max(batch_tokens // length, 1)
+    held_out = HeldOut(tokens, np.zeros(1, np.int64), "tokens", "")
+    tally = measure(model, held_out, length, None, batch_tokens, lambda _, n: on_tokens(n) if on_tokens else None)
+    return math.exp(tally.loss)
+
+
+@torch.inference_mode()
+def measure(
+    model: PreTrainedModel,
+    held_out: HeldOut,
+    length: int,
+    stride: int | None = None,
+    batch_tokens: int = 4096,
+    watch: Callable[[int, int], None] | None = None,
+) -> Tally:
+    """The losses of all windows."""
     model.eval()
-    total = 0.0
-    for x, y in zip(inputs.split(batch), targets.split(batch)):
-        total += _summed_loss(model, x.to(model.device), y.to(model.device))
-        if on_tokens is not None:
-            on_tokens(x.numel())
-    return math.exp(total / (count * length))
+    head = output_head(model)
+    tally = Tally(held_out, length)
+    found = list(windows(len(held_out.tokens), length, stride))
+    batch = max(batch_tokens // length, 1)
+    for at in range(0, len(found), batch):
+        group = found[at : at + batch]
+        rows = torch.from_numpy(np.stack([held_out.tokens[start : start + length + 1] for start, _ in group]))
+        losses = token_losses(model, head, rows.to(model.device))
+        for (start, first), loss in zip(group, losses.cpu().numpy()):
+            tally.add(loss, start, first)
+        if watch is not None:
+            watch(length, sum(length - first for _, first in group))
+    return tally
 
 
-def _summed_loss(model: PreTrainedModel, x: torch.Tensor, y: torch.Tensor) -> float:
-    """The loss summed over a batch, with no more than LOGIT_ELEMENTS logits at a time."""
-    hidden = model.base_model(input_ids=x, use_cache=False).last_hidden_state.flatten(0, 1)
-    head = model.get_output_embeddings()
-    rows = max(LOGIT_ELEMENTS // model.config.vocab_size, 1)
-    parts = zip(hidden.split(rows), y.flatten().split(rows))
-    return sum(
-        float(torch.nn.functional.cross_entropy(head(part).float(), target, reduction="sum")) for part, target in parts
-    )
+Head = Callable[[Tensor], Tensor]
+
+
+def output_head(model: PreTrainedModel) -> Head | None:
+    """What makes logits of the last hidden states, or ``None`` if the model does more than one linear map there."""
+    head: Any = model.get_output_embeddings()
+    ids = torch.arange(min(8, model.config.vocab_size), device=model.device)[None]
+    with precision(model):
+        whole = model(input_ids=ids, use_cache=False).logits
+        parts = head(model.base_model(input_ids=ids, use_cache=False).last_hidden_state) if head is not None else None
+    same = parts is not None and torch.allclose(parts.float(), whole.float(), rtol=1e-2, atol=1e-2)
+    return head if same else None
+
+
+def token_losses(model: PreTrainedModel, head: Head | None, rows: Tensor) -> Tensor:
+    """The loss of each prediction [B, T] in a batch of windows [B, T + 1], few logits at a time."""
+    x, y = rows[:, :-1], rows[:, 1:]
+    with precision(model):
+        if head is None:
+            logits = model(input_ids=x, use_cache=False).logits.flatten(0, 1)
+            return _cross_entropy(logits, y.flatten()).view_as(y)
+        hidden = model.base_model(input_ids=x, use_cache=False).last_hidden_state.flatten(0, 1)
+        size = max(LOGIT_ELEMENTS // model.config.vocab_size, 1)
+        parts = zip(hidden.split(size), y.flatten().split(size))
+        return torch.cat([_cross_entropy(head(part), target) for part, target in parts]).view_as(y)
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none")
+
+
+def precision(model: PreTrainedModel) -> Any:
+    """bf16 products on GPUs that have them, as in training; elsewhere the model's own precision."""
+    device = model.device.type
+    enabled = device == "cuda" and model.dtype == torch.float32 and torch.cuda.is_bf16_supported(False)
+    return torch.autocast(device, torch.bfloat16, enabled=enabled)
+
+
+def checkpoint_hash(folder: Path) -> str:
+    """Of the config and the weights, whatever else lies in the folder."""
+    digest = hashlib.sha256()
+    for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
+        digest.update(path.name.encode())
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()

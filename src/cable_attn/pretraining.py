@@ -35,6 +35,7 @@ from cable_attn.files import read_json, writable_folder, write_atomically, write
 from cable_attn.models import CableBertConfig, CableBertForMaskedLM, CableGPTConfig, CableGPTForCausalLM
 from cable_attn.models.bert import CableBertBlock
 from cable_attn.models.gpt import CableGPTBlock
+from cable_attn.passkey import Mixed, Task
 from cable_attn.recipe import Recipe, load, to_toml
 from cable_attn.training import DecayingTrainer, Watcher, Watching, last_complete_checkpoint, leads, processes
 
@@ -100,7 +101,9 @@ def load_data(recipe: Recipe, folder: Path) -> Data:
         )
     tokenizer = load_tokenizer(str(path / "tokenizer")) if (path / "tokenizer").is_dir() else None
     samples = recipe.windows_per_update * recipe.train.steps
-    windows = TokenWindows(split, recipe.data.length, recipe.data.separate_documents)
+    windows: Dataset = TokenWindows(split, recipe.data.length, recipe.data.separate_documents)
+    if recipe.data.passkey:
+        windows = Mixed(windows, Task(tokenizer), recipe.data.passkey, recipe.train.seed)
     train: Dataset = Order(windows, recipe.train.seed, samples)
     validation = _validation(recipe, path)
     if recipe.model.family == "bert":
@@ -408,13 +411,13 @@ def _stop_on_sigterm() -> Iterator[list[int]]:
 
 
 def _save_model(trainer: Any, tokenizer: Any, folder: Path) -> None:
-    """The finished model beside the recipe, file by file, each whole."""
+    """The finished model beside the recipe, file by file, each whole; config.json, the last, says that all is there."""
     with tempfile.TemporaryDirectory(dir=folder, prefix=".model.") as partial:
         trainer.save_model(partial)
         if not trainer.is_world_process_zero():
             return
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
-        for file in sorted(Path(partial).iterdir()):
+        for file in sorted(Path(partial).iterdir(), key=lambda path: path.name == "config.json"):
             if file.name != "training_args.bin":
                 shutil.move(str(file), folder / file.name)

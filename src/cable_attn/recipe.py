@@ -34,6 +34,8 @@ class DataPart:
     length: int = 1024
     separate_documents: bool = False
     """Tokens see only their own document."""
+    passkey: float = 0.0
+    """The share of windows that become passkey texts, to teach the task at the training length."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,8 @@ class Recipe:
                 raise CableError(f"train.{name} must be at least 1, got {getattr(self.train, name)}.")
         if self.data.length < 2:
             raise CableError(f"data.length must be at least 2, got {self.data.length}.")
+        if not 0 <= self.data.passkey <= 1:
+            raise CableError(f"data.passkey must lie between 0 and 1, got {self.data.passkey}.")
         if not 0 < self.train.masked < 1:
             raise CableError(f"train.masked must lie between 0 and 1, got {self.train.masked}.")
 

@@ -1,13 +1,10 @@
-"""Results as people read them: a table in the terminal, and a figure."""
+"""Figures, as PNG and SVG."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-from rich.table import Table
 
 Perplexities = Mapping[str, Mapping[int, float]]
 """encoding → length → perplexity; a length that an encoding cannot read is absent."""
@@ -15,42 +12,6 @@ Perplexities = Mapping[str, Mapping[int, float]]
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")  # Okabe and Ito
 MARKERS = "osD^vPX"
 NOTE: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8, "color": "0.4"}
-
-
-def lengths_of(results: Perplexities) -> list[int]:
-    return sorted({length for row in results.values() for length in row})
-
-
-def perplexity_table(results: Perplexities, trained_at: int) -> Table:
-    lengths = lengths_of(results)
-    table = Table(title=f"Perplexity on held-out text, trained on {trained_at} tokens", caption="Lower is better.")
-    table.add_column("encoding")
-    for length in lengths:
-        table.add_column(f"{length}\n{length / trained_at:g}×", justify="right")
-    best = {length: min(row.get(length, math.inf) for row in results.values()) for length in lengths}
-    for name, row in results.items():
-        cells = []
-        for length in lengths:
-            value = row.get(length)
-            text = "—" if value is None else f"{value:.1f}"
-            cells.append(f"[bold green]{text}[/]" if value == best[length] else text)
-        table.add_row(name, *cells)
-    return table
-
-
-def perplexity_markdown(results: Perplexities, trained_at: int) -> str:
-    """The same table for a document, the best of each column in bold."""
-    lengths = lengths_of(results)
-    lines = ["| encoding | " + " | ".join(f"{length} ({length / trained_at:g}×)" for length in lengths) + " |"]
-    lines.append("|---" * (len(lengths) + 1) + "|")
-    for name, row in results.items():
-        cells = []
-        for length in lengths:
-            best = min(other.get(length, math.inf) for other in results.values())
-            text = f"{row[length]:.1f}" if length in row else "—"
-            cells.append(f"**{text}**" if row.get(length) == best else text)
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
 
 
 def _pyplot() -> Any:
@@ -129,6 +90,37 @@ def training_figure(rows: list[dict[str, Any]], stem: Path) -> list[Path]:
     return _save(figure, stem)
 
 
+def passkey_figure(rows: list[dict[str, Any]], stem: Path) -> list[Path]:
+    """The share found over length and depth, as a heat map with its numbers, as PNG and SVG."""
+    lengths, depths = (sorted({row[key] for row in rows}) for key in ("length", "depth"))
+    found = {(row["depth"], row["length"]): row["accuracy"] for row in rows}
+    size = (1.6 + 0.75 * len(lengths), 1.3 + 0.38 * len(depths))
+    figure, axes = _pyplot().subplots(figsize=size, layout="constrained")
+    image = [[found[depth, length] for length in lengths] for depth in depths]
+    axes.imshow(image, vmin=0, vmax=1, cmap="cividis", aspect="auto")
+    for y, row in enumerate(image):
+        for x, value in enumerate(row):
+            axes.text(x, y, f"{value:.0%}", ha="center", va="center", fontsize=8, color="w" if value < 0.6 else "k")
+    axes.set_xticks(range(len(lengths)), [str(length) for length in lengths])
+    axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+    axes.set_xlabel("tokens in the text")
+    axes.set_ylabel("depth of the fact")
+    return _save(figure, stem)
+
+
+def loss_figure(curves: Mapping[str, list[tuple[int, float]]], stem: Path, what: str = "training loss") -> list[Path]:
+    """Loss against tokens seen, a line for each name, as PNG and SVG."""
+    figure, axes = _pyplot().subplots(figsize=(6.4, 4.2), layout="constrained")
+    for n, (name, curve) in enumerate(curves.items()):
+        axes.plot(*zip(*curve), label=name, color=COLOURS[n % len(COLOURS)], linewidth=1.2)
+    axes.set_xlabel("tokens seen in training")
+    axes.set_ylabel(what)
+    axes.grid(axis="y", color="0.92")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(frameon=False, loc="outside right upper")
+    return _save(figure, stem)
+
+
 def perplexity_figure(results: Perplexities, trained_at: int, stem: Path) -> list[Path]:
     """Perplexity against length, as PNG and SVG."""
     plt = _pyplot()
@@ -147,7 +139,7 @@ def perplexity_figure(results: Perplexities, trained_at: int, stem: Path) -> lis
         )
     axes.axvline(trained_at, color="0.6", linestyle=":", linewidth=1)
     axes.annotate("trained here", (trained_at, 0.97), xycoords=("data", "axes fraction"), xytext=(4, 0), **NOTE)
-    lengths = lengths_of(results)
+    lengths = sorted({length for row in results.values() for length in row})
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [str(length) for length in lengths])
     axes.set_yscale("log")

@@ -71,13 +71,22 @@ def prepare(
 
 
 def import_tokens(
-    folder: Path, files: dict[str, Path], vocab_size: int, separator: int, shard_tokens: int = SHARD_TOKENS
+    folder: Path,
+    files: dict[str, Path],
+    vocab_size: int,
+    separator: int,
+    tokenizer: TextTokenizer | None = None,
+    shard_tokens: int = SHARD_TOKENS,
 ) -> dict[str, Any]:
-    """Shards of tokens made elsewhere: uint16 files (also .xz), a separator before each document."""
+    """Shards of tokens made elsewhere: uint16 files (also .xz), a separator before each document.
+
+    tokenizer: the one that made them, to be kept with them.
+    """
     source = ",".join(f"{split}={path.name}" for split, path in files.items())
     request = Request(source, "imported", None, shard_tokens)
     folder.mkdir(parents=True, exist_ok=True)
-    manifest = _begin(folder, request, vocab_size, separator, list(files))
+    save = None if tokenizer is None else tokenizer.save
+    manifest = _begin(folder, request, vocab_size, separator, list(files), save)
     for split, path in files.items():
         entry = manifest["splits"][split]
         if entry["complete"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,21 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from cable_attn.errors import CableError
+
+
+def checkpoint_folder(name: str) -> Path:
+    """A folder on disk as it is; else a model of the hub, fetched or from the cache: its weights and texts only."""
+    from huggingface_hub import snapshot_download
+
+    folder = Path(name)
+    if folder.exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        return folder
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model"]))
+    except Exception as error:  # whatever the network or the hub did
+        raise CableError(
+            f"{name!r} is no folder here, and the hub cannot give it: {str(error).strip().splitlines()[0][:200]}"
+        ) from error
 
 
 def load_causal_lm(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

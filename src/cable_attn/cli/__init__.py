@@ -1,0 +1,60 @@
+"""The command line: ``cable``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from cable_attn.cli import bench, data, evaluation, models, study
+from cable_attn.cli.common import say
+from cable_attn.errors import CableError
+
+app = typer.Typer(
+    help="Train short, read long: position encodings that keep working past the training length.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+app.command()(study.demo)
+app.command()(models.train)
+app.command(name="eval")(evaluation.evaluate)
+app.add_typer(study.app, name="study")
+app.command()(study.reproduce)
+app.add_typer(data.data_app, name="data")
+app.add_typer(bench.bench_app, name="bench")
+app.command(name="encodings")(models.list_encodings)
+
+
+def main() -> None:
+    """Entry point: what a person can fix is one line and exit code 2, not a traceback."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    try:
+        app()
+    except CableError as error:
+        Console(stderr=True).print(f"[bold red]Error:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        Console(stderr=True).print("Interrupted. The same command goes on from here.")
+        sys.exit(130)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from cable_attn import __version__
+
+        say(f"cable-attn {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None: ...

@@ -1,0 +1,176 @@
+"""``cable bench``: speed and memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from cable_attn.cli.common import console, numbers
+from cable_attn.errors import CableError, require_known
+
+bench_app = typer.Typer(help="Measure speed and memory beside the peers, behind a correctness gate.")
+
+
+@bench_app.command(name="attention")
+def bench_attention(
+    shapes: Annotated[
+        str, typer.Option(help="batch,heads,tokens,dim, several with ';' between; default: the four standard ones.")
+    ] = "",
+    results: Annotated[Path, typer.Option(help="JSONL file to which the rows are added.")] = Path(
+        "benchmarks/results/attention.jsonl"
+    ),
+) -> None:
+    """Fused CABLE attention against SDPA (flash, cuDNN), FlexAttention, a materialised bias and others.
+
+    Needs a GPU. Prints GPU times in milliseconds and adds a JSON line for each row, with commit, GPU and versions.
+    """
+    from cable_attn.bench import attention as bench
+    from cable_attn.bench.records import append
+    from cable_attn.environment import environment
+
+    wanted = _shapes(shapes) if shapes else bench.SHAPES
+    around = environment()
+    for row in bench.run(wanted, console.print):
+        append(results, [{**row, **around}])
+        console.print(_bench_line(row), highlight=False, soft_wrap=True)
+    console.print("cable bench report makes the table and the figure of them.")
+    console.print(f"Rows added to {results}", markup=False, highlight=False)
+
+
+@bench_app.command(name="tiles")
+def bench_tiles(
+    shape: Annotated[str, typer.Option(help="batch,heads,tokens,dim of your model's calls.")] = "4,32,4096,64",
+    bias: Annotated[str, typer.Option(help="cable or k-cable.")] = "cable",
+    out: Annotated[Path, typer.Option(help="Tiles file; an entry for the same head dimension is replaced.")] = Path(
+        "tiles.json"
+    ),
+) -> None:
+    """Find the fastest tile sizes for this GPU; CABLE_TILES=tiles.json then makes every process use them.
+
+    Needs a GPU and a few minutes. The tables that ship were made for the H100 and H200.
+    """
+    from cable_attn.bench import tiles as bench
+    from cable_attn.files import read_json, write_json
+
+    require_known("bias", bias, list(bench.BIASES))
+    rows = []
+    for row in bench.run(_shapes(shape)[0], bias, console.print):
+        rows.append(row)
+        console.print(f"{row['kernel']:>8} {tuple(row['tile'])} {row['ms']:.3f} ms", highlight=False)
+    entry = bench.best(rows)
+    known = read_json(out) if out.exists() else []
+    same = [(old["dim"], old["kernel"]) == (entry["dim"], entry["kernel"]) for old in known]
+    write_json(out, [old for old, is_same in zip(known, same) if not is_same] + [entry])
+    console.print(f"Written: {out}. Use it with CABLE_TILES={out}", markup=False, highlight=False)
+
+
+@bench_app.command(name="train")
+def bench_train(
+    sizes: Annotated[str, typer.Option(help="Of tiny, small, medium, with commas between.")] = "tiny,small,medium",
+    encodings: Annotated[str, typer.Option(help="Names, with commas between; default: the paper's.")] = "",
+    steps: Annotated[int, typer.Option(min=20, help="Updates of each cell; the second half counts.")] = 60,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="key=value for every cell's recipe.")] = None,
+    results: Annotated[Path, typer.Option(help="JSONL file to which the rows are added.")] = Path(
+        "benchmarks/results/training.jsonl"
+    ),
+) -> None:
+    """Tokens per second and peak memory of training with each encoding, through cable train.
+
+    The default list ends with CABLE as the authors' code does it, with a materialised bias.
+    """
+    from cable_attn.bench import training as bench
+    from cable_attn.bench.records import append
+    from cable_attn.environment import environment
+
+    wanted = [size.strip() for size in sizes.split(",")]
+    for size in wanted:
+        require_known("size", size, ["tiny", "small", "medium"])
+    names = [name.strip() for name in encodings.split(",")] if encodings else [*bench.ENCODINGS, bench.MATERIALISED]
+    around = environment()
+    for row in bench.run(wanted, names, steps, overrides or []):
+        append(results, [{**row, **around}])
+        told = row.get("error") or f"{row['tokens_per_second']:>12,.0f} tokens/s   peak {row['peak_mib'] or 0:>7,} MiB"
+        console.print(f"{row['size']:>7} {row['encoding']:>20} {told}", markup=False, highlight=False)
+    console.print(f"Rows added to {results}", markup=False, highlight=False)
+
+
+@bench_app.command(name="pruning")
+def bench_pruning(
+    checkpoint: Annotated[Path, typer.Argument(help="A trained model's folder (cable, cable-nw, fox or alibi).")],
+    text: Annotated[Path, typer.Argument(help="A text for its tokenizer, or a .npy file of token ids.")],
+    lengths: Annotated[str, typer.Option(help="Tokens, with commas between.")] = "16384,65536",
+    epsilon: Annotated[float, typer.Option(help="The weight that a row may lose.")] = 1e-4,
+    results: Annotated[Path, typer.Option(help="JSONL file to which the rows are added.")] = Path(
+        "benchmarks/results/pruning.jsonl"
+    ),
+) -> None:
+    """What prune=ε saves on a trained model's own queries, keys and biases, beside cuDNN without a bias.
+
+    Needs a GPU. The time of the bounds counts.
+    """
+    import numpy as np
+
+    from cable_attn.bench import pruning as bench
+    from cable_attn.bench.records import append, pruning_markdown
+    from cable_attn.data import encode, read_texts
+    from cable_attn.environment import environment
+    from cable_attn.models.loading import load_causal_lm, load_model
+
+    if text.suffix == ".npy":
+        model, tokens = load_model(checkpoint), np.load(text, allow_pickle=False)
+    else:
+        model, tokenizer = load_causal_lm(checkpoint)
+        tokens = encode(read_texts(text), tokenizer)
+    around = environment()
+    rows = []
+    for row in bench.run(model, tokens, numbers(lengths), epsilon, console.print):
+        rows.append({**row, **around})
+        append(results, rows[-1:])
+    console.print(pruning_markdown(rows), highlight=False, soft_wrap=True)
+    console.print(f"Rows added to {results}", markup=False, highlight=False)
+
+
+@bench_app.command(name="report")
+def bench_report(
+    results: Annotated[Path, typer.Option(help="Folder of the JSONL files.")] = Path("benchmarks/results"),
+    docs: Annotated[Path, typer.Option(help="Folder of the documents whose tables are made anew.")] = Path("docs"),
+) -> None:
+    """Make the tables and figures of docs/kernels.md and docs/training.md from the stored measurements."""
+    from cable_attn.bench import records
+    from cable_attn.files import write_atomically
+    from cable_attn.report import speed_figure, training_figure
+
+    written = []
+    for page in (docs / "kernels.md", docs / "training.md"):
+        write_atomically(page, records.fill(page.read_text(encoding="utf-8"), results))
+        written.append(page)
+    written += speed_figure(records.latest(records.read(results / "attention.jsonl")), docs / "attention")
+    if (results / "training.jsonl").exists():
+        rows = records.latest_by_size(records.read(results / "training.jsonl"))
+        written += training_figure(rows, docs / "training")
+    console.print("Written:", *written, highlight=False)
+
+
+def _shapes(text: str) -> tuple[Any, ...]:
+    from cable_attn.bench.attention import Shape
+
+    parsed = []
+    for part in text.split(";"):
+        numbers = part.split(",")
+        if len(numbers) != 4 or not all(number.strip().isdigit() for number in numbers):
+            raise CableError(f"--shapes wants batch,heads,tokens,dim like 16,16,1024,64, got {part!r}.")
+        parsed.append(Shape(*map(int, numbers)))
+    return tuple(parsed)
+
+
+def _bench_line(row: dict[str, Any]) -> str:
+    shape = ",".join(str(number) for number in row["shape"].values())
+    if "error" in row:
+        return f"{shape:>16} {row['peer']:>14}   {escape(row['error'])}"
+    return (
+        f"{shape:>16} {row['peer']:>14}   forward {row['forward_ms']:8.3f} ms   "
+        f"forward+backward {row['both_ms']:8.3f} ms   peak {row['peak_mib']:7.0f} MiB"
+    )

@@ -1,0 +1,305 @@
+"""``cable study``, ``cable reproduce`` and ``cable demo``: train and read every cell of a study, and make its table."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from cable_attn.cli.common import console, names, say, working
+from cable_attn.errors import CableError, require_known
+
+app = typer.Typer(help="Every table of the paper is a file: train and read its cells, then make the table.")
+
+PAPER = {
+    "table1": ["fineweb-edu-medium", "wikitext103-tiny"],
+    "table2": ["dape"],
+    "table4": ["fineweb-edu-small", "fineweb-edu-tiny"],
+    "table5": ["wikitext103-medium", "wikitext103-small"],
+    "figure1": ["fineweb-edu-medium"],
+    "figure5": ["k-cable"],
+    "figure6": ["bert-mlm"],
+}
+"""The paper's tables and figures by number."""
+MULTIPLES = (1, 2, 4, 8, 16)
+
+File = Annotated[str, typer.Argument(help="A study's name (see cable study list) or a .toml file.")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="key=value for the recipe of every cell.")]
+Out = Annotated[Path | None, typer.Option(help="Folder of the cells; default: runs/studies/NAME.")]
+
+
+@app.command(name="list")
+def list_studies() -> None:
+    """List the studies that come with the package."""
+    from cable_attn import study as studies
+
+    table = Table("name", "title", "cells", "the paper's")
+    for name in studies.builtin():
+        study = studies.load(name)
+        places = ", ".join(place for place, found in PAPER.items() if name in found)
+        table.add_row(name, study.title, str(len(study.cells())), places)
+    console.print(table)
+
+
+@app.command(name="run")
+def run_study(
+    file: File,
+    overrides: Overrides = None,
+    out: Out = None,
+    only: Annotated[str, typer.Option(help="Cells or variants, with commas between: cable,rope-1.")] = "",
+    jobs: Annotated[int, typer.Option(min=1, help="Cells at a time, each in a process and on a GPU of its own.")] = 1,
+    launcher: Annotated[str, typer.Option(help='Put before each cell\'s command, like "srun --gpus=1".')] = "",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what the cells would cost, and stop.")] = False,
+) -> None:
+    """Train and read every cell. What is done stays, what was cut off goes on; a failed cell does not stop the rest.
+
+    cable study run demo                                     minutes on a laptop
+    cable study run wikitext103-tiny --only cable,alibi      two rows of a table
+    cable study run table.toml --jobs 8                      eight GPUs
+    cable study run table.toml --jobs 64 --launcher "srun --gpus=1 --time=8:00:00"
+    """
+    from cable_attn import study as studies
+
+    study = studies.load(file, overrides or [])
+    if dry_run:
+        console.print(_plan_table(study))
+        return
+    folder = out or _folder(study)
+    wanted = names(only, "--only") if only else []
+    if jobs == 1 and not launcher:
+        failed = _run_here(study, folder, wanted)
+    else:
+        failed = _run_in_processes(study, file, overrides or [], folder, wanted, jobs, shlex.split(launcher))
+    _tell_failures(failed, len(studies.choose(study, wanted)))
+    _report(study, folder)
+    if failed:
+        raise typer.Exit(1)
+
+
+@app.command(name="report")
+def report(file: File, overrides: Overrides = None, out: Out = None) -> None:
+    """Make the table (terminal, Markdown, CSV, LaTeX) and figures of what is done, the paper's numbers beside ours."""
+    from cable_attn import study as studies
+
+    study = studies.load(file, overrides or [])
+    _report(study, out or _folder(study))
+
+
+def reproduce(
+    what: Annotated[str, typer.Argument(help="table1 … table5, figure1, figure5, figure6, or a study's name.")] = "",
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what the cells would cost, and stop.")] = False,
+) -> None:
+    """Run the studies behind a table or figure of the paper. Figure 3 is `cable bench train`.
+
+    Example: `cable reproduce table1 --dry-run`
+    """
+    from cable_attn import study as studies
+
+    if not what:
+        list_studies()
+        return
+    require_known("table or study", what, [*PAPER, *studies.builtin()])
+    for name in PAPER.get(what, [what]):
+        run_study(name, overrides, None, "", 1, "", dry_run)
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="Where checkpoints, numbers and the figure go.")] = Path("runs/demo"),
+    text: Annotated[
+        Path | None, typer.Option(help="Your own text (a file, or a folder of .txt files) instead of Jane Austen's.")
+    ] = None,
+    encodings: Annotated[
+        str, typer.Option(help="Comma-separated names, see `cable encodings`.")
+    ] = "cable,alibi,rope,sinusoidal,nope",
+    steps: Annotated[int, typer.Option(min=1, help="Training steps for each encoding.")] = 600,
+    length: Annotated[int, typer.Option(min=2, help="Training length in tokens; read at 1 to 16 times that.")] = 128,
+    eval_tokens: Annotated[int, typer.Option(min=1, help="About how many held-out tokens to predict.")] = 32768,
+    seed: Annotated[int, typer.Option(help="The same seed on the same machine gives the same numbers.")] = 0,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Throw an earlier run in the folder away.")] = False,
+) -> None:
+    """Train a small GPT with each encoding on short windows and read text 16 times longer.
+
+    A few minutes on a laptop CPU. Stop it at any time: the same command goes on where it was.
+    Afterwards every encoding has a checkpoint that loads anywhere:
+
+        import cable_attn
+        from transformers import AutoModelForCausalLM
+        model = AutoModelForCausalLM.from_pretrained("runs/demo/cable-0")
+
+    It is the study `demo`: `cable study run demo` does the same.
+    """
+    from cable_attn import study as studies
+    from cable_attn.data import hold_out, read_texts
+    from cable_attn.files import writable_folder
+
+    wanted = names(encodings, "--encodings")
+    documents = None if text is None else hold_out(read_texts(text))
+    if fresh and out.exists():
+        _forget(out)
+    is_new = not out.exists()
+    overrides = [f"steps={steps}", f"warmup_steps={steps // 20}", f"length={length}", f"tokens_per_update={4 * length}"]
+    if text is not None:
+        overrides.append(f"path={out / 'data'}")
+    study = studies.load("demo", overrides)
+    variants = {name: study.variants.get(name, [f"encoding={name}"]) for name in wanted}
+    reading = replace(study.reading, tokens=eval_tokens)
+    lengths = [length * multiple for multiple in MULTIPLES]
+    study = replace(study, variants=variants, seeds=[seed], lengths=lengths, reading=reading)
+    studies.check(study)
+    start = time.monotonic()
+    try:
+        if documents is not None:
+            _prepare(text, documents, writable_folder(out) / "data", study)
+        failed = _run_here(study, out, [])
+        _tell_failures(failed, len(study.cells()))
+    except CableError:
+        if is_new:  # nothing was done, so nothing is left behind
+            shutil.rmtree(out, ignore_errors=True)
+        raise
+    _report(study, out)
+    say(f"{time.monotonic() - start:.0f} s.")
+    if failed:
+        raise typer.Exit(1)
+
+
+def _prepare(text: Path | None, documents: tuple[list[Any], list[Any]], folder: Path, study: Any) -> None:
+    """Tokens of a user's own text, its end held out."""
+    from cable_attn.data.shards import Request, prepare
+    from cable_attn.data.tokenizers import find_tokenizer
+
+    vocabulary = study.cells()[0].recipe().model.vocab_size
+    train, held_out = documents
+    streams = {"train": lambda skip: iter(train[skip:]), "validation": lambda skip: iter(held_out[skip:])}
+    name = f"bpe:{vocabulary}"
+    prepare(folder, Request(str(text), name), streams, find_tokenizer(name, train))
+
+
+def _forget(out: Path) -> None:
+    """Remove a run of the demo, and nothing that is not one."""
+    if any(out.iterdir()) and not list(out.glob("*/recipe.toml")):
+        raise CableError(f"{str(out)!r} is not empty and not a demo run, so --fresh will not delete it.")
+    shutil.rmtree(out)
+
+
+def _folder(study: Any) -> Path:
+    return Path("runs/studies") / study.name
+
+
+def _plan_table(study: Any) -> Table:
+    from cable_attn import study as studies
+
+    rows = studies.plan(study)
+    table = Table("cell", "parameters", "tokens", "hours on one H100, about", title=study.title)
+    for row in rows:
+        table.add_row(row["cell"], f"{row['parameters']:,}", f"{row['tokens']:,}", f"{row['hours']:.2f}")
+    total = sum(row["tokens"] for row in rows), sum(row["hours"] for row in rows)
+    table.add_row("all", "", f"{total[0]:,}", f"{total[1]:.2f}", style="bold")
+    return table
+
+
+def _run_here(study: Any, folder: Path, only: list[str]) -> dict[str, str]:
+    from cable_attn import study as studies
+
+    with working() as progress:
+        bars = {
+            cell.name: progress.add_task(cell.name, total=1.0, start=False, what="waiting")
+            for cell in studies.choose(study, only)
+        }
+
+        def watch(name: str, what: str, share: float) -> None:
+            progress.start_task(bars[name])
+            progress.update(bars[name], what=what, completed=share)
+
+        return studies.run(study, folder, only=only, watch=watch)
+
+
+def _run_in_processes(
+    study: Any, file: str, overrides: list[str], folder: Path, only: list[str], jobs: int, launcher: list[str]
+) -> dict[str, str]:
+    from cable_attn import study as studies
+    from cable_attn.files import writable_folder
+
+    writable_folder(folder / "logs")
+    left = [cell for cell in studies.choose(study, only) if studies.stored_result(cell, folder) is None]
+    commands = {cell.name: studies.command(file, folder, cell, overrides, launcher) for cell in left}
+    with working() as progress:
+        bars = {name: progress.add_task(name, total=None, start=False, what="waiting") for name in commands}
+
+        def watch(name: str, what: str) -> None:
+            progress.start_task(bars[name])
+            progress.update(bars[name], what=what)
+            if what != "running":
+                progress.update(bars[name], total=1, completed=1)
+
+        return studies.run_in_processes(commands, folder / "logs", jobs, watch)
+
+
+def _tell_failures(failed: dict[str, str], cells: int) -> None:
+    if failed and len(failed) == cells and len(set(failed.values())) == 1:
+        raise CableError(next(iter(failed.values())))
+    for name, reason in failed.items():
+        say(f"{name} failed: {reason}")
+
+
+def _report(study: Any, folder: Path) -> None:
+    """Tables and figures of what is done, in the study's folder."""
+    from cable_attn import study as studies
+    from cable_attn.files import write_atomically, write_json
+    from cable_attn.tables import LengthTable
+
+    rows = list(studies.results(study, folder))
+    if not rows:
+        say(f"Nothing is done yet in {folder}.")
+        return
+    values = studies.by_variant(rows)
+    if any(values.values()):
+        paper = studies.paper(study.paper)
+        table = LengthTable(study.title, values, study.trained_at, paper["rows"] if paper else {})
+        console.print(table.rich())
+        for name, content in (("md", table.markdown() + "\n"), ("csv", table.csv()), ("tex", table.latex())):
+            write_atomically(folder / f"table.{name}", content)
+        means = {name: {n: statistics.mean(found) for n, found in row.items()} for name, row in values.items()}
+        write_json(folder / "results.json", means)
+    else:
+        means = {}
+        console.print(_loss_table(study.title, rows))
+    found = studies.found_by_length(rows)
+    if found:
+        console.print(
+            LengthTable("Pass keys found, %", found, study.trained_at, digits=1, lower_is_better=False).rich()
+        )
+    left = [cell.name for cell in study.cells() if cell.name not in {row["cell"] for row in rows}]
+    if left:
+        say(f"Not done: {', '.join(left)}")
+    say(f"Tables: {folder / 'table'}.md, .csv, .tex" if means else f"Results: {folder}")
+    _draw(study, rows, means, folder)
+
+
+def _loss_table(title: str, rows: list[dict[str, Any]]) -> Table:
+    table = Table("cell", "loss", "loss on held-out text", title=title)
+    for row in rows:
+        table.add_row(row["cell"], *(f"{row['training'].get(key, float('nan')):.4f}" for key in ("loss", "eval_loss")))
+    return table
+
+
+def _draw(study: Any, rows: list[dict[str, Any]], means: dict[str, dict[int, float]], folder: Path) -> None:
+    from cable_attn.report import loss_figure, passkey_figure, perplexity_figure
+
+    try:
+        paths = perplexity_figure(means, study.trained_at, folder / "perplexity") if means else []
+        paths += loss_figure({row["cell"]: row["training"]["curve"] for row in rows}, folder / "loss")
+        for row in rows:
+            if "passkey" in row:
+                paths += passkey_figure(row["passkey"], folder / f"passkey-{row['cell']}")
+    except ImportError:
+        say("No figure: matplotlib is missing. pip install 'cable-attn[plot]'")
+        return
+    say("Figures: " + ", ".join(str(path) for path in paths))

@@ -1,0 +1,413 @@
+"""A study: one TOML that names a recipe, what varies, the seeds and the lengths to read.
+
+A cell is a variant and a seed. It lives in a folder of its own, ``OUT/VARIANT-SEED``: a run folder of ``cable train``
+and, when it is done, ``evaluation.json``. So a study can be cut off anywhere and goes on with the same command, cells
+can be added, and one that fails does not stop the others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, fields
+from importlib.resources import files
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from cable_attn import harness, passkey, pretraining
+from cable_attn import recipe as recipes
+from cable_attn.data import embedded_corpus
+from cable_attn.environment import environment
+from cable_attn.errors import CableError, unknown
+from cable_attn.evaluation import HeldOut, checkpoint_hash, evaluate, from_shards, from_texts
+from cable_attn.files import read_json, writable_folder, write_json
+from cable_attn.models.loading import load_model
+from cable_attn.recipe import Recipe
+from cable_attn.training import last_complete_checkpoint
+
+EVALUATION = "evaluation.json"
+FAILURE = "failure.txt"
+CURVE_POINTS = 200
+H100 = 989e12 * 0.35
+"""What one H100 makes of its peak in training, for estimates."""
+
+Watcher = Callable[[str, str, float], None]
+"""``watch(cell, what, share)``: what a cell is doing, and how much of it is done."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What trained models are read on."""
+
+    path: str = ""
+    """Token shards; default: those of the recipe. ``embedded``: the embedded test novel."""
+    split: str = "validation"
+    tokens: int = 0
+    """At most about so many; 0: all."""
+    same_tokens: bool = False
+    stride: int = 0
+    batch_tokens: int = 16384
+    passkey: int = 0
+    """Passkey texts for each length and depth."""
+    tasks: list[str] = field(default_factory=list)
+    """Of lm-evaluation-harness."""
+    task_folder: str = ""
+    """Where their files are, to work offline."""
+
+
+@dataclass(frozen=True)
+class Study:
+    name: str
+    title: str
+    recipe: str
+    variants: dict[str, list[str]]
+    """Name → overrides of the recipe."""
+    lengths: list[int]
+    seeds: list[int] = field(default_factory=lambda: [0])
+    overrides: list[str] = field(default_factory=list)
+    """Of the recipe, for every cell."""
+    reading: Reading = Reading()
+    paper: str = ""
+    """The entry of paper.json that has the paper's numbers."""
+    trained_by: str = ""
+    """Another study whose models are read here, from the folder beside this one."""
+
+    def cells(self) -> list[Cell]:
+        return [Cell(self, variant, seed) for variant in self.variants for seed in self.seeds]
+
+    @property
+    def trained_at(self) -> int:
+        return self.cells()[0].recipe().data.length
+
+
+@dataclass(frozen=True)
+class Cell:
+    study: Study
+    variant: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant}-{self.seed}"
+
+    def recipe(self) -> Recipe:
+        overrides = [*self.study.overrides, *self.study.variants[self.variant], f"seed={self.seed}"]
+        return recipes.load(self.study.recipe, overrides)
+
+    def settings(self) -> dict[str, Any]:
+        """All that its results depend on."""
+        return {"recipe": asdict(self.recipe()), "reading": asdict(self.study.reading), "lengths": self.study.lengths}
+
+
+def builtin() -> list[str]:
+    return sorted(path.name.removesuffix(".toml") for path in _folder().iterdir() if path.name.endswith(".toml"))
+
+
+def _folder() -> Any:
+    return files("cable_attn") / "studies"
+
+
+def load(name: str, overrides: Sequence[str] = ()) -> Study:
+    """A study by name or path; ``overrides`` of the recipe come on top of its own."""
+    path = Path(name)
+    if path.suffix == ".toml" and path.is_file():
+        text = path.read_text(encoding="utf-8")
+    elif name in builtin():
+        text = (_folder() / f"{name}.toml").read_text(encoding="utf-8")
+    else:
+        raise unknown("study", name, [*builtin(), "a .toml file"])
+    try:
+        tree = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise CableError(f"study {name!r} is not TOML: {error}") from error
+    study = from_tree(path.stem, tree, list(overrides))
+    check(study)
+    return study
+
+
+def check(study: Study) -> None:
+    """A bad name or number must not come up hours later."""
+    for cell in study.cells():
+        pretraining.plan(cell.recipe())
+
+
+def from_tree(name: str, tree: dict[str, Any], overrides: list[str]) -> Study:
+    tree = dict(tree)
+    variants = {encoding: [f"encoding={encoding}"] for encoding in tree.pop("encodings", [])}
+    for variant, own in tree.pop("variants", {}).items():
+        variants[variant] = [*variants.get(variant, []), *own]
+    reading = tree.pop("reading", {})
+    _require_keys("study", tree, [f.name for f in fields(Study) if f.name not in ("name", "variants", "reading")])
+    _require_keys("reading", reading, [f.name for f in fields(Reading)])
+    missing = [key for key in ("recipe", "lengths") if key not in tree] + ([] if variants else ["encodings"])
+    if missing:
+        raise CableError(f"study {name!r} lacks {', '.join(missing)}.")
+    tree["overrides"] = [*tree.get("overrides", []), *overrides]
+    return Study(name=name, title=tree.pop("title", name), variants=variants, reading=Reading(**reading), **tree)
+
+
+def _require_keys(what: str, tree: dict[str, Any], known: list[str]) -> None:
+    for key in tree:
+        if key not in known:
+            raise unknown(f"key of a {what}" if what == "study" else f"key of [{what}]", key, known)
+
+
+def plan(study: Study) -> list[dict[str, Any]]:
+    """What each cell would cost."""
+    rows = []
+    for cell in study.cells():
+        planned = pretraining.plan(cell.recipe())
+        tokens = planned["tokens in all"]
+        hours = 6 * planned["parameters"] * tokens / H100 / 3600
+        rows.append({"cell": cell.name, "parameters": planned["parameters"], "tokens": tokens, "hours": hours})
+    return rows
+
+
+def choose(study: Study, only: Sequence[str]) -> list[Cell]:
+    """The cells whose name or variant is in ``only``; all if it is empty."""
+    cells = study.cells()
+    known = [*study.variants, *(cell.name for cell in cells)]
+    for name in only:
+        if name not in known:
+            raise unknown("cell", name, known)
+    return [cell for cell in cells if not only or cell.name in only or cell.variant in only]
+
+
+def run(
+    study: Study,
+    out: Path,
+    *,
+    only: Sequence[str] = (),
+    watch: Watcher | None = None,
+) -> dict[str, str]:
+    """Train and read what is not done yet, one cell after the other; why each cell that failed did."""
+    writable_folder(out)
+    chosen = choose(study, only)
+    for cell in chosen:
+        stored_result(cell, out)  # those of other settings must not come up hours later
+    failed = {}
+    for cell in chosen:
+        try:
+            run_cell(cell, out, watch)
+        except pretraining.Stopped:
+            raise
+        except Exception as error:  # whatever it is, the other cells can still be done
+            failed[cell.name] = f"{type(error).__name__}: {error}" if not isinstance(error, CableError) else str(error)
+            (out / cell.name).mkdir(exist_ok=True)
+            (out / cell.name / FAILURE).write_text(failed[cell.name] + "\n", encoding="utf-8")
+            _tell(watch, cell, "failed", 0.0)
+        _release()
+    return failed
+
+
+def _release() -> None:
+    """Nothing of a cell stays for the next one."""
+    torch.compiler.reset()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def run_in_processes(
+    commands: dict[str, list[str]], logs: Path, jobs: int, watch: Callable[[str, str], None]
+) -> dict[str, str]:
+    """Each cell's command in a process, ``jobs`` at a time, one GPU each; the last line of those that failed."""
+    gpus = SimpleQueue[int]()
+    for job in range(jobs):
+        gpus.put(job)
+    failed = {}
+
+    def start(name: str) -> None:
+        gpu = gpus.get()
+        variables = dict(os.environ)
+        if torch.cuda.is_available():
+            variables["CUDA_VISIBLE_DEVICES"] = str(gpu % torch.cuda.device_count())
+        watch(name, "running")
+        log = logs / f"{name}.log"
+        with log.open("w", encoding="utf-8") as file:
+            code = subprocess.run(commands[name], env=variables, stdout=file, stderr=subprocess.STDOUT).returncode
+        if code:
+            lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            failed[name] = f"{lines[-1] if lines else f'exit code {code}'} ({log})"
+        watch(name, "failed" if code else "done")
+        gpus.put(gpu)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(start, commands))
+    return failed
+
+
+def command(study_file: str, out: Path, cell: Cell, overrides: Sequence[str], launcher: Sequence[str]) -> list[str]:
+    """What runs one cell alone: here, through SLURM, or on another machine."""
+    own = [sys.executable, "-m", "cable_attn", "study", "run", study_file, *overrides]
+    return [*launcher, *own, "--out", str(out), "--only", cell.name]
+
+
+def run_cell(cell: Cell, out: Path, watch: Watcher | None = None) -> dict[str, Any]:
+    """One cell, from nothing, from where it was cut off, or already done."""
+    result = stored_result(cell, out)
+    if result is None:
+        folder = out / cell.name
+        trained = out.parent / cell.study.trained_by / cell.name if cell.study.trained_by else folder
+        if not (trained / "config.json").exists():
+            _train(cell, trained, watch)
+        result = _read(cell, trained, watch)
+        folder.mkdir(exist_ok=True)
+        write_json(folder / EVALUATION, result)
+        (folder / FAILURE).unlink(missing_ok=True)
+    _tell(watch, cell, "done", 1.0)
+    return result
+
+
+def stored_result(cell: Cell, out: Path) -> dict[str, Any] | None:
+    """What an earlier call has found; results of other settings are an error."""
+    path = out / cell.name / EVALUATION
+    if not path.exists():
+        return None
+    result: dict[str, Any] = read_json(path)
+    if result["settings"] != _as_json(cell.settings()):
+        changed = _difference(result["settings"], cell.settings())
+        raise CableError(
+            f"{str(path.parent)!r} holds results of other settings ({changed}). Choose another folder with --out, "
+            "or delete it."
+        )
+    return result
+
+
+def _as_json(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+def _difference(before: Any, now: Any, path: str = "") -> str:
+    """The first key that differs."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in now:
+            if before.get(key) != _as_json(now[key]):
+                return _difference(before.get(key), now[key], f"{path}.{key}" if path else key)
+    return f"{path} was {before!r} and is {now!r}"
+
+
+def _tell(watch: Watcher | None, cell: Cell, what: str, share: float) -> None:
+    if watch is not None:
+        watch(cell.name, what, share)
+
+
+def _train(cell: Cell, folder: Path, watch: Watcher | None) -> None:
+    recipe = cell.recipe()
+    loss = float("nan")
+
+    def on_step(step: int, new: float | None) -> None:
+        nonlocal loss
+        loss = loss if new is None else new
+        _tell(watch, cell, "training" if loss != loss else f"training, loss {loss:.2f}", step / recipe.train.steps)
+
+    _tell(watch, cell, "training", 0.0)
+    begun = last_complete_checkpoint(folder / "checkpoints") is not None
+    pretraining.run(recipe, folder, resume=begun, watch=on_step)
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+
+
+def _read(cell: Cell, folder: Path, watch: Watcher | None) -> dict[str, Any]:
+    study, recipe = cell.study, cell.recipe()
+    result: dict[str, Any] = {
+        "cell": cell.name,
+        "variant": cell.variant,
+        "seed": cell.seed,
+        "settings": cell.settings(),
+        "checkpoint_sha256": checkpoint_hash(folder),
+        "training": _training(folder),
+        **environment(),
+    }
+    if recipe.model.family == "bert":  # the loss of its training is all there is to read
+        return {**result, "results": []}
+    model = load_model(folder).to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
+    text = held_out(study.reading, recipe, folder)
+    done, total = 0, len(text.tokens) * len(study.lengths)
+
+    def on_tokens(length: int, count: int) -> None:
+        nonlocal done
+        done += count
+        _tell(watch, cell, f"reading {length} tokens at once", done / total)
+
+    reading = study.reading
+    options: dict[str, Any] = {"stride": reading.stride or None, "same_tokens": reading.same_tokens}
+    rows = evaluate(model, text, study.lengths, batch_tokens=reading.batch_tokens, watch=on_tokens, **options)
+    result |= {"data": {"source": text.source, "sha256": text.sha256}, "results": rows}
+    if reading.passkey:
+        task = passkey.Task(text.tokenizer)
+        _tell(watch, cell, "looking for pass keys", 1.0)
+        result["passkey"] = passkey.measure(model, task, text.tokens, study.lengths, passkey.DEPTHS, reading.passkey)
+    if reading.tasks:
+        files = Path(reading.task_folder) if reading.task_folder else None
+        _tell(watch, cell, "answering tasks", 1.0)
+        result["tasks"] = harness.run_tasks(model, text.tokenizer, reading.tasks, files)
+    return result
+
+
+def _training(folder: Path) -> dict[str, Any]:
+    """The losses and the speed of the run."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    wanted = ("loss", "eval_loss", "tokens_per_second", "train_runtime", "peak_memory_mib", "tokens")
+    last = {key: value for line in lines for key, value in line.items() if key in wanted}
+    curve = [(line["tokens"], line["loss"]) for line in lines if "loss" in line]
+    return {**last, "curve": curve[:: max(len(curve) // CURVE_POINTS, 1)]}
+
+
+def held_out(reading: Reading, recipe: Recipe, folder: Path) -> HeldOut:
+    from transformers import AutoTokenizer
+
+    has_tokenizer = (folder / "tokenizer.json").is_file()
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True) if has_tokenizer else None
+    path = reading.path or recipe.data.path
+    if path == "embedded":
+        text = from_texts(embedded_corpus("test"), tokenizer, "embedded corpus, test")
+        return text.first(reading.tokens + 1) if reading.tokens else text
+    return from_shards(Path(path), reading.split, reading.tokens or None, tokenizer)
+
+
+def results(study: Study, out: Path) -> Iterator[dict[str, Any]]:
+    """The stored results of the cells that are done."""
+    for cell in study.cells():
+        path = out / cell.name / EVALUATION
+        if path.exists():
+            yield read_json(path)
+
+
+def by_variant(rows: Sequence[dict[str, Any]], key: str = "perplexity") -> dict[str, dict[int, list[float]]]:
+    """variant → length → the values of all seeds; lengths that a variant cannot read are absent."""
+    table: dict[str, dict[int, list[float]]] = {}
+    for row in rows:
+        lengths = table.setdefault(row["variant"], {})
+        for result in row["results"]:
+            if key in result:
+                lengths.setdefault(result["length"], []).append(result[key])
+    return table
+
+
+def found_by_length(rows: Sequence[dict[str, Any]]) -> dict[str, dict[int, list[float]]]:
+    """variant → length → the share of pass keys found at all depths, for all seeds."""
+    table: dict[str, dict[int, list[float]]] = {}
+    for row in rows:
+        for length in sorted({result["length"] for result in row.get("passkey", [])}):
+            found = [result["accuracy"] for result in row["passkey"] if result["length"] == length]
+            table.setdefault(row["variant"], {}).setdefault(length, []).append(100 * sum(found) / len(found))
+    return table
+
+
+def paper(entry: str) -> dict[str, Any] | None:
+    """The paper's numbers for a study."""
+    if not entry:
+        return None
+    known = json.loads((_folder() / "paper.json").read_text(encoding="utf-8"))
+    if entry not in known:
+        raise unknown("entry of paper.json", entry, list(known))
+    found: dict[str, Any] = known[entry]
+    return found

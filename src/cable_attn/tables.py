@@ -1,0 +1,116 @@
+"""One table of results in every form that people paste: a terminal, Markdown, LaTeX and CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.table import Table
+
+Values = Mapping[str, Mapping[int, Sequence[float]]]
+"""name → length → the values of all seeds."""
+
+
+@dataclass(frozen=True)
+class LengthTable:
+    """Names down, lengths across; mean and deviation over seeds; the best of each length stands out.
+
+    ``paper``: name → length → its number, printed beside ours with the difference.
+    """
+
+    title: str
+    values: Values
+    trained_at: int
+    paper: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
+    digits: int = 2
+    lower_is_better: bool = True
+
+    @property
+    def lengths(self) -> list[int]:
+        return sorted({length for row in self.values.values() for length in row})
+
+    def header(self) -> list[str]:
+        return [f"{length} ({length / self.trained_at:g}×)" for length in self.lengths]
+
+    def is_best(self, name: str, length: int) -> bool:
+        means = [statistics.mean(row[length]) for row in self.values.values() if row.get(length)]
+        best = min(means) if self.lower_is_better else max(means)
+        return bool(self.values[name].get(length)) and statistics.mean(self.values[name][length]) == best
+
+    def text(self, name: str, length: int) -> str:
+        found = self.values[name].get(length)
+        if not found:
+            return "–"
+        told = f"{statistics.mean(found):.{self.digits}f}"
+        if len(found) > 1:
+            told += f" ± {statistics.stdev(found):.{self.digits}f}"
+        theirs = self.paper.get(name, {}).get(str(length))
+        if theirs is not None:
+            told += f" ({theirs:g}, {statistics.mean(found) - theirs:+.{self.digits}f})"
+        return told
+
+    @property
+    def caption(self) -> str:
+        better = "Lower" if self.lower_is_better else "Higher"
+        told = f"Trained on {self.trained_at} tokens. {better} is better; the best of each length in bold."
+        seeds = {len(found) for row in self.values.values() for found in row.values()}
+        if max(seeds, default=1) > 1:
+            told += " Mean ± deviation over seeds."
+        if self.paper:
+            told += " In brackets the paper's number and our difference to it."
+        return told
+
+    def rich(self) -> Table:
+        table = Table(title=self.title, caption=self.caption)
+        table.add_column("")
+        for column in self.header():
+            table.add_column(column.replace(" ", "\n", 1), justify="right")
+        for name in self.values:
+            cells = [self.text(name, length) for length in self.lengths]
+            bold = [self.is_best(name, length) for length in self.lengths]
+            table.add_row(name, *(f"[bold green]{cell}[/]" if best else cell for cell, best in zip(cells, bold)))
+        return table
+
+    def markdown(self) -> str:
+        lines = ["| encoding | " + " | ".join(self.header()) + " |", "|---" * (len(self.lengths) + 1) + "|"]
+        for name in self.values:
+            cells = [
+                f"**{self.text(name, length)}**" if self.is_best(name, length) else self.text(name, length)
+                for length in self.lengths
+            ]
+            lines.append(f"| {name} | " + " | ".join(cells) + " |")
+        return "\n".join(lines)
+
+    def latex(self) -> str:
+        columns = " & ".join(column.replace("×", r"$\times$") for column in self.header())
+        lines = [rf"\begin{{tabular}}{{l{'r' * len(self.lengths)}}}", r"\toprule", rf" & {columns} \\", r"\midrule"]
+        for name in self.values:
+            cells = []
+            for length in self.lengths:
+                cell = self.text(name, length).replace("±", r"$\pm$").replace("–", "--")
+                cells.append(rf"\textbf{{{cell}}}" if self.is_best(name, length) else cell)
+            lines.append(rf"{name.replace('_', chr(92) + '_')} & {' & '.join(cells)} \\")
+        return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
+
+    def csv(self) -> str:
+        """A line for each name and length, with full precision."""
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerow(["name", "length", "mean", "deviation", "seeds", "paper", "difference"])
+        for name, row in self.values.items():
+            for length in self.lengths:
+                writer.writerow([name, length, *self._numbers(name, row.get(length) or [], length)])
+        return out.getvalue()
+
+    def _numbers(self, name: str, found: Sequence[float], length: int) -> list[Any]:
+        theirs = self.paper.get(name, {}).get(str(length))
+        paper = "" if theirs is None else theirs
+        if not found:
+            return ["", "", 0, paper, ""]
+        mean = statistics.mean(found)
+        deviation = statistics.stdev(found) if len(found) > 1 else ""
+        return [mean, deviation, len(found), paper, "" if theirs is None else mean - theirs]

@@ -1,0 +1,213 @@
+"""Studies, their tables, and passkey texts."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from cable_attn import CableGPTForCausalLM, passkey, pretraining, study
+from cable_attn.cli import app
+from cable_attn.data import Document, embedded_corpus, train_bpe
+from cable_attn.errors import CableError
+from cable_attn.tables import LengthTable
+
+from .conftest import small_gpt
+
+TOML = """
+title = "A test"
+recipe = "gpt-embedded"
+encodings = ["cable", "alibi"]
+lengths = [16, 64]
+overrides = [
+  "overrides={hidden_size = 32, num_hidden_layers = 1, num_attention_heads = 2}", "vocab_size=300", "length=16",
+  "micro_batch=4", "tokens_per_update=64", "steps=6", "save_every=2", "log_every=1", "eval_windows=4",
+]
+paper = "wikitext103-tiny"
+
+[reading]
+tokens = 2000
+passkey = 1
+"""
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    path = tmp_path / "small.toml"
+    path.write_text(TOML.replace("passkey = 1", ""))
+    return path
+
+
+def command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "cable_attn", "study", *map(str, arguments)]
+
+
+def measured(out: Path) -> dict[str, list]:
+    """The results of each cell, without what differs between two runs."""
+    found = {}
+    for path in sorted(out.glob("*/evaluation.json")):
+        row = json.loads(path.read_text())
+        found[row["cell"]] = [{**result, "seconds": 0} for result in row["results"]], row["checkpoint_sha256"]
+    return found
+
+
+@pytest.mark.parametrize("moment", ["alibi-0/checkpoints/checkpoint-2", "cable-0/config.json"])
+def test_a_killed_study_goes_on_and_ends_the_same(file, tmp_path, moment):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    done = subprocess.run(command("run", file, "--out", whole), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    process = subprocess.Popen(command("run", file, "--out", cut), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not (cut / moment).exists() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (cut / "alibi-0" / "evaluation.json").exists()
+    done = subprocess.run(command("run", file, "--out", cut), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert measured(cut) == measured(whole) and len(measured(cut)) == 2
+
+
+def test_a_failed_cell_does_not_stop_the_others_and_jobs_share_the_work(file, tmp_path):
+    text = file.read_text() + '\n[variants]\nbroken = ["encoding=alibi", "path=nowhere"]\n'
+    file.write_text(text.replace("tokens = 2000", 'tokens = 2000\npath = "embedded"'))
+    out = tmp_path / "out"
+    done = subprocess.run(command("run", file, "--out", out, "--jobs", "2"), capture_output=True, text=True)
+    assert done.returncode == 1
+    assert re.search(r"broken-0 failed: .*nowhere", done.stdout)
+    assert set(measured(out)) == {"cable-0", "alibi-0"}
+    assert "nowhere" in (out / "broken-0" / "failure.txt").read_text()
+    again = CliRunner().invoke(app, ["study", "report", str(file), "--out", str(out)])
+    assert again.exit_code == 0 and "Not done: broken-0" in again.output
+    launched = study.command("f.toml", out, study.load(str(file)).cells()[0], ["steps=1"], ["srun", "--gpus=1"])
+    assert launched[:2] == ["srun", "--gpus=1"] and launched[-4:] == ["--out", str(out), "--only", "cable-0"]
+
+
+def test_passkeys_are_part_of_a_study(tmp_path):
+    file = tmp_path / "small.toml"
+    file.write_text(TOML.replace("lengths = [16, 64]", "lengths = [96, 128]").replace('"alibi"]', "]"))
+    small = study.load(str(file), ["steps=2"])
+    assert study.run(small, tmp_path / "out") == {}
+    [row] = study.results(small, tmp_path / "out")
+    assert {(r["length"], r["depth"]) for r in row["passkey"]} == {(n, d) for n in (96, 128) for d in passkey.DEPTHS}
+    assert list(study.found_by_length([row])["cable"]) == [96, 128]
+
+
+def test_results_of_other_settings_never_mix(file, tmp_path):
+    first = study.load(str(file), ["steps=2"])
+    study.run(first, tmp_path / "out", only=["cable"])
+    assert [cell.name for cell in study.choose(first, ["alibi-0"])] == ["alibi-0"]
+    with pytest.raises(CableError, match=r"recipe.train.steps was 2 and is 3"):
+        study.run(study.load(str(file), ["steps=3"]), tmp_path / "out", only=["cable"])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('recipe = "gpt-embedded"\nlengths = [8]', "lacks encodings"),
+        ('recipe = "gpt-embedded"\nencodings = ["cabel"]\nlengths = [8]', "Did you mean 'cable'"),
+        ('recipe = "gpt-embedded"\nencodings = ["cable"]\nlenghts = [8]', "Did you mean 'lengths'"),
+        ('recipe = "gpt-embedded"\nencodings = ["cable"]\nlengths = [8]\n[reading]\ntoken = 1', "'tokens'"),
+        ("a = [", "is not TOML"),
+    ],
+)
+def test_bad_studies_are_named(text, words, tmp_path):
+    (tmp_path / "bad.toml").write_text(text)
+    with pytest.raises(CableError) as error:
+        study.load(str(tmp_path / "bad.toml"))
+    assert words in str(error.value)
+
+
+def test_every_study_of_the_package_loads_and_the_papers_numbers_are_there():
+    for name in study.builtin():
+        found = study.load(name)
+        numbers = study.paper(found.paper)
+        if numbers is not None:
+            assert set(found.variants) <= set(numbers["rows"]), name
+            assert all(str(length) in row for row in numbers["rows"].values() for length in found.lengths), name
+    output = CliRunner().invoke(app, ["reproduce", "table1", "--dry-run"]).output
+    assert output.count("cable-0") == 2 and "1,179,648,000" in output
+
+
+VALUES = {"cable": {8: [2.0, 4.0], 16: [1.5, 1.5]}, "alibi": {8: [3.5, 3.5]}}
+PAPER = {"cable": {"8": 2.5, "16": None}}
+
+
+def test_a_table_in_every_form():
+    table = LengthTable("t", VALUES, 8, PAPER)
+    assert table.markdown().splitlines()[2:] == [
+        "| cable | **3.00 ± 1.41 (2.5, +0.50)** | **1.50 ± 0.00** |",
+        "| alibi | 3.50 ± 0.00 | – |",
+    ]
+    assert r"\textbf{3.00 $\pm$ 1.41 (2.5, +0.50)} & \textbf{1.50 $\pm$ 0.00} \\" in table.latex()
+    rows = list(csv.DictReader(io.StringIO(table.csv())))
+    assert rows[0] == {
+        "name": "cable", "length": "8", "mean": "3.0", "deviation": "1.4142135623730951", "seeds": "2", "paper": "2.5",
+        "difference": "0.5",
+    }  # fmt: skip
+    assert rows[3]["seeds"] == "0" and rows[3]["mean"] == ""
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_bpe([Document("a", embedded_corpus("test")[0].text[:200_000])], 400)
+
+
+@pytest.mark.parametrize("form", list(passkey.FORMS))
+@pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
+def test_a_passkey_text_has_its_length_fact_and_answer(tokenizer, form, depth):
+    task = passkey.Task(tokenizer, form)
+    filler = np.full(50, tokenizer.encode("x")[0])
+    sample = task.make(filler, 200, depth, np.random.default_rng(0))
+    assert len(sample.tokens) == 200
+    answer = tokenizer.decode(sample.tokens[-sample.answer :]).strip()
+    body = tokenizer.decode(sample.tokens[: -sample.answer])
+    assert answer in body and body.endswith(task.form.question)
+    place = body.index("The ") / len(body)
+    assert place < 0.05 if depth == 0 else place > depth / 2
+    other = task.make(filler, 200, depth, np.random.default_rng(1))
+    assert not np.array_equal(other.tokens, sample.tokens)
+
+
+def test_a_passkey_text_that_does_not_fit_is_refused(tokenizer):
+    with pytest.raises(CableError, match="needs at least"):
+        passkey.Task(tokenizer).make(np.arange(5), 10, 0.5, np.random.default_rng(0))
+    with pytest.raises(CableError, match="--tokenizer"):
+        passkey.Task(None)
+
+
+def test_an_answer_counts_only_if_every_token_is_the_likeliest(tokenizer):
+    """A model that always says the same token finds an answer only if it consists of it."""
+    model = CableGPTForCausalLM(small_gpt(vocab_size=400))
+    with torch.no_grad():
+        model.transformer.ln_f.weight.zero_()
+        model.transformer.ln_f.bias.fill_(1.0)
+        model.transformer.wte.weight.zero_()
+        model.transformer.wte.weight[7] = 1.0
+    head = passkey.output_head(model)
+    assert passkey._is_found(model, head, passkey.Sample(np.array([1, 2, 7, 7]), 2))
+    assert not passkey._is_found(model, head, passkey.Sample(np.array([1, 2, 8, 7]), 2))
+    rows = passkey.measure(model, passkey.Task(tokenizer), np.arange(300), [90], [0.5], samples=2)
+    assert rows == [{"length": 90, "depth": 0.5, "accuracy": 0.0, "samples": 2}]
+
+
+def test_training_mixes_passkey_texts_in(tmp_path):
+    chosen = study.load("demo", ["passkey=0.5", "path=embedded", "vocab_size=400"]).cells()[0].recipe()
+    data = pretraining.load_data(chosen, tmp_path)
+    texts = [data.tokenizer.decode(data.train[n]["input_ids"]) for n in range(60)]
+    share = sum("What is the pass key? The pass key is" in text for text in texts) / 60
+    assert 0.3 < share < 0.7
+    again = pretraining.load_data(chosen, tmp_path)
+    assert torch.equal(again.train[3]["input_ids"], data.train[3]["input_ids"])
+    assert torch.equal(data.train[3]["labels"], data.train[3]["input_ids"])
