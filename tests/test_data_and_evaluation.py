@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from cable_attn import CableError, CableGPTForCausalLM
 from cable_attn import evaluation as evaluation_module
-from cable_attn.data import Document, Windows, embedded_corpus, encode, hold_out, read_texts, train_bpe
+from cable_attn.data import Document, embedded_corpus, encode, hold_out, read_texts, train_bpe
 from cable_attn.evaluation import HeldOut, comparable, evaluate, from_texts, measure, output_head, perplexity, windows
 
 from .conftest import small_gpt, stir
@@ -45,14 +45,6 @@ def test_documents_are_separated():
     tokenizer = train_bpe(documents, 260)
     ids = encode(documents, tokenizer)
     assert tokenizer.decode(ids) == "<|endoftext|>one one<|endoftext|>two"
-
-
-def test_windows_cover_each_token_once():
-    windows = Windows(np.arange(23), 5)
-    rows = torch.stack([windows[n]["input_ids"] for n in range(len(windows))])
-    assert rows.flatten().tolist() == list(range(20))
-    with pytest.raises(CableError, match="23 tokens, fewer than one window of 24"):
-        Windows(np.arange(23), 24)
 
 
 def test_reading_texts(tmp_path):

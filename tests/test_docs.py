@@ -12,7 +12,7 @@ from cable_attn import ENCODINGS, recipe
 from cable_attn.bench import records
 from cable_attn.cli import app
 from cable_attn.encodings.base import option_names
-from cable_attn.report import perplexity_markdown
+from cable_attn.tables import LengthTable
 
 ROOT = Path(__file__).parent.parent
 
@@ -20,7 +20,8 @@ ROOT = Path(__file__).parent.parent
 def test_the_readme_shows_the_stored_run_of_the_demo():
     stored = json.loads((ROOT / "docs/demo/results.json").read_text())
     results = {name: {int(length): value for length, value in row.items()} for name, row in stored.items()}
-    assert perplexity_markdown(results, 128) in (ROOT / "README.md").read_text()
+    values = {name: {length: [value] for length, value in row.items()} for name, row in results.items()}
+    assert LengthTable("", values, 128, digits=1).markdown() in (ROOT / "README.md").read_text()
     assert results["cable"][2048] <= results["cable"][128]
     for name in ("rope", "sinusoidal"):
         assert results[name][2048] > 1.1 * results[name][128]
@@ -66,6 +67,12 @@ def test_the_benchmark_report_is_made_from_the_stored_rows(tmp_path):
     text = page.read_text()
     assert text.startswith("before\n<!-- attention -->\n| B,H,T,D | cable |") and text.endswith("<!-- end -->\nafter\n")
     assert all((tmp_path / f"attention.{kind}").stat().st_size > 1000 for kind in ("png", "svg"))
+
+
+def test_the_reproduction_page_lists_every_study_with_its_cost():
+    table = CliRunner().invoke(app, ["study", "list", "--markdown"], env={"COLUMNS": "500"}).output.strip()
+    assert len(table.splitlines()) > 10
+    assert f"<!-- studies -->\n{table}\n<!-- end -->" in (ROOT / "docs/reproduce.md").read_text()
 
 
 def test_the_training_page_lists_every_recipe():

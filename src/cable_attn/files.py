@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,17 +43,3 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CableError(f"cannot read {str(path)!r}: {error}. Delete it to make it anew.") from error
-
-
-@contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill; it takes the place of ``path`` only when all is written."""
-    partial = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent))
-    try:
-        yield partial
-        partial.chmod(0o755)
-        if path.exists():
-            shutil.rmtree(path)
-        partial.replace(path)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Training on Hugging Face's Trainer."""
+"""What runs on Hugging Face's Trainer share: who writes, who watches, where a cut-off run goes on."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.utils.data import Dataset
-from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import PrinterCallback, Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -29,51 +27,6 @@ def leads() -> bool:
 
 def processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-@dataclass(frozen=True)
-class TrainSettings:
-    steps: int
-    batch_size: int
-    learning_rate: float = 6e-4
-    warmup_steps: int = 0
-    weight_decay: float = 0.1
-    seed: int = 0
-    save_every: int = 100
-
-
-def train(
-    model: PreTrainedModel,
-    windows: Dataset,
-    settings: TrainSettings,
-    folder: Path,
-    on_step: Watcher | None = None,
-) -> list[dict[str, float]]:
-    """Train in place and return the log; ``folder`` keeps the checkpoints, from which a second call goes on."""
-    args = TrainingArguments(
-        output_dir=str(folder),
-        max_steps=settings.steps,
-        per_device_train_batch_size=settings.batch_size,
-        learning_rate=settings.learning_rate,
-        lr_scheduler_type="cosine_with_min_lr",
-        lr_scheduler_kwargs={"min_lr_rate": 0.1},
-        warmup_steps=settings.warmup_steps,
-        weight_decay=settings.weight_decay,
-        adam_beta1=0.9,
-        adam_beta2=0.95,
-        max_grad_norm=1.0,
-        seed=settings.seed,
-        save_steps=settings.save_every,
-        save_total_limit=2,
-        logging_steps=10,
-        report_to="none",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-    )
-    set_seed(settings.seed)
-    trainer = DecayingTrainer(model=model, args=args, train_dataset=windows, callbacks=[Watching(on_step)])
-    trainer.train(resume_from_checkpoint=last_complete_checkpoint(folder))
-    return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
 def last_complete_checkpoint(folder: Path) -> str | None:

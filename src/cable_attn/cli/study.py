@@ -36,16 +36,37 @@ Out = Annotated[Path | None, typer.Option(help="Folder of the cells; default: ru
 
 
 @app.command(name="list")
-def list_studies() -> None:
-    """List the studies that come with the package."""
+def list_studies(
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="For a document: the table of docs/reproduce.md.")
+    ] = False,
+) -> None:
+    """List the studies that come with the package, and what each costs."""
     from cable_attn import study as studies
 
-    table = Table("name", "title", "cells", "the paper's")
-    for name in studies.builtin():
-        study = studies.load(name)
-        places = ", ".join(place for place, found in PAPER.items() if name in found)
-        table.add_row(name, study.title, str(len(study.cells())), places)
+    header = ("study", "what", "the paper's", "cells", "tokens each", "hours on one H100")
+    rows = [_overview(studies.load(name)) for name in studies.builtin()]
+    if markdown:
+        lines = [header, ("---",) * len(header), *rows]
+        say("\n".join("| " + " | ".join(line) + " |" for line in lines))
+        return
+    table = Table(*header)
+    for row in rows:
+        table.add_row(*row)
     console.print(table)
+
+
+def _overview(study: Any) -> tuple[str, ...]:
+    from cable_attn import study as studies
+
+    places = ", ".join(place for place, found in PAPER.items() if study.name in found)
+    known = (study.name, study.title, places, str(len(study.cells())))
+    if study.trained_by:
+        return (*known, "–", "–")
+    cost = studies.plan(study)
+    tokens, hours = cost[0]["tokens"], sum(row["hours"] for row in cost)
+    told = f"{tokens / 1e9:.3g}B" if tokens >= 1e8 else f"{tokens / 1e6:.1g}M"
+    return (*known, told, f"{hours:.3g}" if hours > 0.1 else "< 0.1")
 
 
 @app.command(name="run")
@@ -104,7 +125,7 @@ def reproduce(
     from cable_attn import study as studies
 
     if not what:
-        list_studies()
+        list_studies(markdown=False)
         return
     require_known("table or study", what, [*PAPER, *studies.builtin()])
     for name in PAPER.get(what, [what]):

@@ -1,12 +1,9 @@
-"""From text to windows of tokens."""
+"""From text to tokens."""
 
 from __future__ import annotations
 
 import numpy as np
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import Tensor
-from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from cable_attn.data.corpus import Document
@@ -49,24 +46,6 @@ def encode(documents: list[Document], tokenizer: PreTrainedTokenizerBase) -> np.
     separator = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     rows = tokenizer([document.text for document in documents], add_special_tokens=False, verbose=False)["input_ids"]
     return np.concatenate([np.asarray(separator + row, dtype=np.int64) for row in rows])
-
-
-class Windows(Dataset):
-    """Non-overlapping windows of ``length`` tokens, as a causal language model trains on them.
-
-    The labels are the same tokens, which transformers' models shift themselves.
-    """
-
-    def __init__(self, tokens: np.ndarray, length: int):
-        require_window(tokens, length, "the training text")
-        self.tokens, self.length = tokens, length
-
-    def __len__(self) -> int:
-        return len(self.tokens) // self.length
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        window = torch.from_numpy(self.tokens[index * self.length : (index + 1) * self.length])
-        return {"input_ids": window, "labels": window}
 
 
 def require_window(tokens: np.ndarray, length: int, what: str) -> None:
