@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from cable_attn.cli import bench, data, evaluation, models, study
+from cable_attn.cli import bench, data, evaluation, models, retrieval, study
 from cable_attn.cli.common import say
 from cable_attn.errors import CableError
 
@@ -26,6 +26,7 @@ app.command()(models.train)
 app.command(name="eval")(evaluation.evaluate)
 app.add_typer(study.app, name="study")
 app.command()(study.reproduce)
+app.add_typer(retrieval.app, name="retrieve")
 app.add_typer(data.data_app, name="data")
 app.add_typer(bench.bench_app, name="bench")
 app.command(name="encodings")(models.list_encodings)

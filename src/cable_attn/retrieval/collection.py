@@ -1,0 +1,125 @@
+"""Documents, queries and judgements in BEIR's layout, checked before an hour of encoding depends on them.
+
+    FOLDER/corpus.jsonl      {"_id": …, "title": …, "text": …}
+    FOLDER/queries.jsonl     {"_id": …, "text": …}
+    FOLDER/qrels/test.tsv    query-id, corpus-id, score, with tabs between and a header
+
+The JSONL files may be compressed (.gz, .bz2, .xz).
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cable_attn.errors import CableError
+
+COMPRESSED: dict[str, Any] = {"": open, ".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Collection:
+    name: str
+    documents: dict[str, str]
+    queries: dict[str, str]
+    relevant: dict[str, dict[str, int]]
+    """query → document → how relevant."""
+    notes: list[str]
+    """What is odd about it, in words."""
+
+
+def read_collection(folder: Path, split: str = "test") -> Collection:
+    """All queries that have judgements, and all documents."""
+    documents = dict(_texts(folder, "corpus"))
+    queries = dict(_texts(folder, "queries"))
+    if not documents:
+        raise CableError(f"{str(folder)!r}: corpus.jsonl has no document.")
+    judged = _judgements(folder / "qrels" / f"{split}.tsv")
+    notes = _oddities(documents, queries, judged)
+    relevant = {query: found for query, found in judged.items() if query in queries and any(found.values())}
+    if not relevant:
+        raise CableError(f"{str(folder)!r}: no query of queries.jsonl has a relevant document in qrels/{split}.tsv.")
+    return Collection(folder.name, documents, {query: queries[query] for query in relevant}, relevant, notes)
+
+
+def _oddities(documents: dict[str, str], queries: dict[str, str], judged: dict[str, dict[str, int]]) -> list[str]:
+    kinds = {
+        "documents are empty and cannot be found": [key for key, text in documents.items() if not text.strip()],
+        "queries of the judgements are not in queries.jsonl and are left out": [q for q in judged if q not in queries],
+        "judged documents are not in corpus.jsonl and count as not found": sorted(
+            {document for found in judged.values() for document in found if document not in documents}
+        ),
+    }
+    return [f"{len(ids)} {what}: {_some(ids)}." for what, ids in kinds.items() if ids]
+
+
+def _some(ids: list[str]) -> str:
+    return ", ".join(map(repr, ids[:SHOWN])) + (", …" if len(ids) > SHOWN else "")
+
+
+def _texts(folder: Path, name: str) -> Iterator[tuple[str, str]]:
+    """id and text of each line; the title stands before the text."""
+    path = _find(folder, name)
+    seen = set()
+    for number, row in read_jsonl(path):
+        if not isinstance(row.get("_id"), str) or not isinstance(row.get("text"), str):
+            raise CableError(f"{path}, line {number}: wanted an object with the strings _id and text.")
+        if row["_id"] in seen:
+            raise CableError(f"{path}, line {number}: the id {row['_id']!r} was there before.")
+        seen.add(row["_id"])
+        yield row["_id"], f"{row.get('title') or ''} {row['text']}".strip()
+
+
+def _find(folder: Path, name: str) -> Path:
+    for suffix in COMPRESSED:
+        path = folder / f"{name}.jsonl{suffix}"
+        if path.is_file():
+            return path
+    raise CableError(f"{str(folder)!r} has no {name}.jsonl (also .gz, .bz2, .xz). BEIR's layout is wanted.")
+
+
+def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number, object) of each line that is not empty."""
+    open_file = COMPRESSED.get(path.suffix, open)
+    try:
+        with open_file(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, _parsed(path, number, line)
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        raise CableError(f"cannot read {str(path)!r}: {error}.") from error
+
+
+def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise CableError(f"{path}, line {number}: is not UTF-8 (byte {error.start}).") from error
+    except ValueError as error:
+        raise CableError(f"{path}, line {number}: is not JSON: {error}.") from error
+    if not isinstance(row, dict):
+        raise CableError(f"{path}, line {number}: wanted an object, got {type(row).__name__}.")
+    return row
+
+
+def _judgements(path: Path) -> dict[str, dict[str, int]]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CableError(f"cannot read {str(path)!r}: {error}.") from error
+    found: dict[str, dict[str, int]] = {}
+    for number, line in enumerate(lines[1:], 2):
+        parts = line.split("\t")
+        if len(parts) != 3 or not parts[2].strip().lstrip("-").isdigit():
+            raise CableError(
+                f"{path}, line {number}: wanted query, document and a whole number with tabs, got {line!r}."
+            )
+        found.setdefault(parts[0], {})[parts[1]] = int(parts[2])
+    return found

@@ -1,0 +1,225 @@
+"""Fine-tuning an encoder on queries and passages: sentence-transformers' losses on Hugging Face's Trainer.
+
+Every other passage of a batch is a negative, and so are the hard ones that come with a query. The trainer of
+sentence-transformers would do the same, but insists on the package ``datasets``; this one takes lists.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+from transformers import TrainingArguments, set_seed
+
+from cable_attn.environment import environment
+from cable_attn.errors import CableError
+from cable_attn.files import writable_folder, write_json
+from cable_attn.retrieval.collection import read_jsonl
+from cable_attn.retrieval.encoder import load_encoder
+from cable_attn.training import DecayingTrainer, Watcher, Watching, last_complete_checkpoint
+
+MSMARCO = ("sentence-transformers/msmarco-co-condenser-margin-mse-sym-mnrl-mean-v1", "triplet-hard")
+"""MS-MARCO with mined hard negatives, on the hub."""
+KEYS = {"query": ("query", "anchor", "question"), "positive": ("positive", "pos"), "negative": ("negative", "neg")}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The paper's, and METHODS' where it is silent."""
+
+    batch_size: int = 128
+    learning_rate: float = 8e-5
+    warmup: float = 0.05
+    epochs: float = 1.0
+    max_length: int = 512
+    negatives: int = 1
+    """Hard negatives of each query, if it has so many."""
+    cached_batch: int = 0
+    """Above 0: compute the loss from parts of so many texts, so that any batch fits (GradCache)."""
+    seed: int = 0
+    save_every: int = 500
+
+
+@dataclass(frozen=True)
+class Triplet:
+    query: str
+    positive: str
+    negatives: tuple[str, ...] = ()
+
+
+def read_triplets(name: str, limit: int | None = None) -> list[Triplet]:
+    """``msmarco`` from the hub, or a JSONL file: query, positive and negatives under their usual names."""
+    if name == "msmarco":
+        return _msmarco(limit)
+    found = []
+    path = Path(name)
+    if not path.is_file():
+        raise CableError(f"{name!r} is no file. Give a JSONL file of triplets, or msmarco for those of the hub.")
+    for number, row in read_jsonl(path):
+        found.append(_triplet(path, number, row))
+        if limit is not None and len(found) == limit:
+            break
+    if not found:
+        raise CableError(f"{name!r} has no triplet.")
+    return found
+
+
+def _triplet(path: Path, number: int, row: dict[str, Any]) -> Triplet:
+    texts = {}
+    for part, names in KEYS.items():
+        value: Any = next((row[key] for key in names if key in row), [])
+        texts[part] = [value] if isinstance(value, str) else value
+        if not isinstance(texts[part], list) or not all(isinstance(text, str) for text in texts[part]):
+            raise CableError(f"{path}, line {number}: {part} must be a text or a list of texts.")
+    if not texts["query"] or not texts["positive"] or not texts["query"][0].strip() or not texts["positive"][0].strip():
+        raise CableError(f"{path}, line {number}: wanted a query and a positive text ({', '.join(row) or 'nothing'}).")
+    return Triplet(texts["query"][0], texts["positive"][0], tuple(texts["negative"]))
+
+
+def _msmarco(limit: int | None) -> list[Triplet]:
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise CableError("msmarco needs the package datasets: pip install 'cable-attn[data]'.") from error
+    try:
+        rows = load_dataset(*MSMARCO, split="train")
+    except Exception as error:  # whatever the hub or the network did
+        raise CableError(
+            f"the hub cannot give {MSMARCO[0]!r}: {str(error).strip().splitlines()[0][:160]} Fetch it where there is a "
+            "network, or give a JSONL file of triplets."
+        ) from error
+    chosen = rows.select(range(min(limit or len(rows), len(rows))))
+    return [Triplet(row["query"], row["positive"], (row["negative"],)) for row in chosen]
+
+
+class _Triplets(Dataset):
+    def __init__(self, triplets: list[Triplet]):
+        self.triplets = triplets
+
+    def __len__(self) -> int:
+        return len(self.triplets)
+
+    def __getitem__(self, index: int) -> Triplet:
+        return self.triplets[index]
+
+
+class _Collate:
+    """A batch of triplets as columns of tokens: queries, positives, first negatives, …"""
+
+    def __init__(self, tokenizer: Any, settings: Settings, columns: int):
+        self.tokenizer, self.settings, self.columns = tokenizer, settings, columns
+
+    def __call__(self, batch: list[Triplet]) -> dict[str, Any]:
+        texts = [[t.query for t in batch], [t.positive for t in batch]]
+        texts += [[t.negatives[n] for t in batch] for n in range(self.columns)]
+        options: dict[str, Any] = {"truncation": True, "max_length": self.settings.max_length, "padding": True}
+        return {"features": [dict(self.tokenizer(column, return_tensors="pt", **options)) for column in texts]}
+
+
+class _Trainer(DecayingTrainer):
+    """The loss looks at all columns of a batch at once."""
+
+    loss: Any
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        self.loss.model = model  # wrapped by now
+        value = self.loss(inputs["features"], None)
+        return (value, {}) if return_outputs else value
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        model: Any = self.model
+        model.save(output_dir or self.args.output_dir, create_model_card=False)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        loaded = load_encoder(resume_from_checkpoint)
+        target: Any = self.model
+        target.load_state_dict(loaded.state_dict())
+
+
+def train(
+    encoder: str,
+    triplets: list[Triplet],
+    folder: Path,
+    settings: Settings,
+    resume: bool = False,
+    watch: Watcher | None = None,
+) -> dict[str, float]:
+    """Fine-tune; ``folder`` is then a SentenceTransformer that loads in plain sentence-transformers."""
+    from sentence_transformers.sentence_transformer import losses
+
+    checkpoints = folder / ".training"
+    if (folder / "modules.json").exists():
+        raise CableError(f"{str(folder)!r} holds a trained encoder. Choose another folder with --out.")
+    if checkpoints.exists() and not resume:
+        raise CableError(f"{str(folder)!r} holds a run that was cut off. Add --resume, or choose another with --out.")
+    writable_folder(folder)
+    set_seed(settings.seed)
+    model = load_encoder(encoder)
+    model.max_seq_length = settings.max_length
+    columns = min(min(len(t.negatives) for t in triplets), settings.negatives)
+    random.Random(settings.seed).shuffle(triplets)
+    trainer = _Trainer(
+        model=model,
+        args=_arguments(settings, len(triplets), checkpoints),
+        train_dataset=_Triplets(triplets),
+        data_collator=_Collate(model.tokenizer, settings, columns),
+        callbacks=[Watching(watch)],
+    )
+    if settings.cached_batch:
+        trainer.loss = losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=settings.cached_batch)
+    else:
+        trainer.loss = losses.MultipleNegativesRankingLoss(model)
+    trainer.train(resume_from_checkpoint=last_complete_checkpoint(checkpoints) if resume else None)
+    return _finish(trainer, encoder, folder, checkpoints, settings, len(triplets))
+
+
+def _finish(
+    trainer: Any, encoder: str, folder: Path, checkpoints: Path, settings: Settings, count: int
+) -> dict[str, float]:
+    """The encoder, file by file; modules.json, the last, says that all is there."""
+    log = [entry for entry in trainer.state.log_history if "loss" in entry]
+    partial = checkpoints / "model"
+    trainer.model.save(str(partial), create_model_card=False)
+    known = {"encoder": encoder, "triplets": count, **asdict(settings), "log": log, **environment()}
+    write_json(partial / "fine_tuning.json", known)
+    for path in sorted(partial.iterdir(), key=lambda path: path.name == "modules.json"):
+        shutil.move(str(path), folder / path.name)
+    shutil.rmtree(checkpoints)
+    return {"loss": log[-1]["loss"] if log else float("nan")}
+
+
+def _arguments(settings: Settings, count: int, folder: Path) -> TrainingArguments:
+    cuda = torch.cuda.is_available()
+    steps = max(round(count * settings.epochs / settings.batch_size), 1)
+    return TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=settings.batch_size,
+        learning_rate=settings.learning_rate,
+        warmup_steps=round(steps * settings.warmup),
+        lr_scheduler_type="linear",
+        bf16=cuda and torch.cuda.is_bf16_supported(including_emulation=False),
+        optim="adamw_torch_fused" if cuda else "adamw_torch",
+        seed=settings.seed,
+        logging_steps=max(steps // 100, 1),
+        save_steps=settings.save_every,
+        save_total_limit=2,
+        report_to="none",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        dataloader_drop_last=False,
+        dataloader_pin_memory=cuda,
+        use_cpu=not cuda,
+    )
+
+
+def describe(triplets: list[Triplet]) -> str:
+    hard = sum(bool(triplet.negatives) for triplet in triplets)
+    return f"{len(triplets):,} queries, {hard:,} with hard negatives"

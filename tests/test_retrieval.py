@@ -1,0 +1,272 @@
+"""From a folder of documents to nDCG@10, and from triplets to an encoder that loads anywhere."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from sentence_transformers import SentenceTransformer
+from typer.testing import CliRunner
+
+from cable_attn import CableError, pretraining, recipe
+from cable_attn.cli import app
+from cable_attn.retrieval import encoder as encoders
+from cable_attn.retrieval import evaluation, training
+from cable_attn.retrieval.collection import Collection, read_collection
+from cable_attn.retrieval.embedded import write_embedded
+from cable_attn.retrieval.search import read_library, search
+
+
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("embedded")
+    write_embedded(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    """A small encoder after a few updates of masked-token training on the embedded corpus."""
+    folder = tmp_path_factory.mktemp("bert") / "run"
+    overrides = "overrides={hidden_size = 32, num_hidden_layers = 2, num_attention_heads = 2, hidden_dropout = 0.0}"
+    settings = ["vocab_size=1000", "length=64", "micro_batch=8", "tokens_per_update=512", "steps=30", "warmup_steps=3"]
+    pretraining.run(recipe.load("bert-embedded", [overrides, *settings]), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def retriever(bert, embedded, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("retriever") / "run"
+    settings = training.Settings(batch_size=16, learning_rate=2e-3, max_length=64, epochs=4)
+    training.train(str(bert), training.read_triplets(str(embedded / "triplets.jsonl"), 160), folder, settings)
+    return folder
+
+
+def test_the_embedded_set_is_fair(embedded):
+    found = read_collection(embedded)
+    assert len(found.documents) > 50 and len(found.queries) > 60 and not found.notes
+    for query, documents in found.relevant.items():
+        for document in documents:
+            assert found.queries[query] not in found.documents[document]
+    held_out = " ".join(found.documents.values())
+    triplets = training.read_triplets(str(embedded / "triplets.jsonl"))
+    assert not any(triplet.query in held_out for triplet in triplets[::10])
+
+
+def test_training_finds_what_it_was_taught_and_longer_reading_works(bert, retriever, embedded):
+    """From masked-token training to nDCG@10. So short a training learns its own pairs and nothing of other novels."""
+    pairs = training.read_triplets(str(embedded / "triplets.jsonl"), 160)
+    texts, queries = ({str(n): getattr(pair, what) for n, pair in enumerate(pairs)} for what in ("positive", "query"))
+    taught = Collection("taught", texts, queries, {name: {name: 1} for name in queries}, [])
+    [before], [after] = (evaluation.evaluate(taught, str(model), [64]) for model in (bert, retriever))
+    assert after["ndcg@10"] > 2 * before["ndcg@10"] and after["ndcg@10"] > 0.3
+    rows = evaluation.evaluate(read_collection(embedded), str(retriever), [64, 512, 2048])
+    assert [row["max_length"] for row in rows] == [64, 512, 2048]
+    assert all(0 < row["ndcg@10"] < 1 and row["documents_per_second"] > 0 for row in rows)
+    log = json.loads((retriever / "fine_tuning.json").read_text())["log"]
+    assert log[-1]["loss"] < log[0]["loss"]
+
+
+def test_the_encoder_loads_in_plain_sentence_transformers_with_the_same_vectors(retriever):
+    texts = ["She walked on.", "It was a very long evening, and nobody came. " * 30, "x"]
+    ours = encoders.encode(encoders.load_encoder(str(retriever)), texts, 256, batch_tokens=300)
+    code = f"""
+import cable_attn, json
+from sentence_transformers import SentenceTransformer
+model = SentenceTransformer({str(retriever)!r})
+model.max_seq_length = 256
+print(json.dumps(model.encode({texts!r}, normalize_embeddings=True).tolist()))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert np.allclose(ours, json.loads(done.stdout.splitlines()[-1]), atol=1e-5)
+
+
+def test_nothing_is_encoded_twice(retriever, tmp_path, monkeypatch):
+    model = encoders.load_encoder(str(retriever))
+    texts = ["one", "two", "", "one"]
+    first = encoders.encode(model, texts, 32, cache=tmp_path)
+    assert np.array_equal(first[0], first[3]) and not first[2].any()
+    read = []
+    vectors = encoders._vectors
+    monkeypatch.setattr(encoders, "_vectors", lambda model, ids: read.extend(ids) or vectors(model, ids))
+    again = encoders.encode(model, [*texts, "three"], 32, cache=tmp_path)
+    assert len(read) == 1 and np.array_equal(again[:4], first)
+    assert encoders.cache_folder(tmp_path, str(retriever), 32) != encoders.cache_folder(tmp_path, str(retriever), 64)
+
+
+def test_a_batch_holds_no_more_than_its_budget():
+    ids = [[0] * n for n in (9, 8, 8, 3, 2, 1)]
+    batches = list(encoders._batches(list(range(6)), ids, 16))
+    assert batches == [[0], [1, 2], [3, 4, 5]]
+
+
+def test_metrics_equal_their_definition():
+    found = Collection(
+        "c", dict.fromkeys("abcd", "x"), {"q": "x", "r": "x"}, {"q": {"a": 1, "b": 1}, "r": {"d": 1}}, []
+    )
+    ranking = {"q": {"c": 0.9, "a": 0.8, "b": 0.7}, "r": {"a": 0.9}}
+    measured = evaluation.measure(found, ranking)
+    ideal = 1 + 1 / math.log2(3)
+    assert measured["ndcg@10"] == pytest.approx((1 / math.log2(3) + 1 / math.log2(4)) / ideal / 2)
+    assert measured["mrr"] == pytest.approx(0.25) and measured["recall@100"] == pytest.approx(0.5)
+
+
+def test_search_by_product_is_exact_and_passes_over_the_empty():
+    rng = np.random.default_rng(0)
+    documents, queries = rng.normal(size=(7, 5)).astype("f"), rng.normal(size=(3, 5)).astype("f")
+    documents[2] = 0
+    found = Collection("c", dict.fromkeys("abcdefg", "x"), dict.fromkeys("pqr", "x"), {}, [])
+    ranking = evaluation.by_vectors(found, documents, queries, block=2)
+    for query, vector in zip("pqr", queries):
+        scores = {name: float(documents[n] @ vector) for n, name in enumerate("abcdefg") if name != "c"}
+        assert ranking[query] == pytest.approx(scores)
+
+
+def write(folder, corpus, queries, judged):
+    (folder / "qrels").mkdir(parents=True)
+    (folder / "corpus.jsonl.xz").write_bytes(lzma.compress(corpus))
+    (folder / "queries.jsonl").write_bytes(queries)
+    (folder / "qrels" / "test.tsv").write_bytes(b"query-id\tcorpus-id\tscore\n" + judged)
+
+
+DOCUMENT, QUERY = b'{"_id": "a", "title": "T", "text": "x"}\n', b'{"_id": "q", "text": "y"}\n'
+
+
+def test_odd_collections_are_told(tmp_path):
+    corpus = DOCUMENT + b'{"_id": "empty", "text": " "}\n'
+    write(tmp_path / "c", corpus, QUERY, b"q\ta\t1\nq\tnowhere\t1\nnobody\ta\t1\n")
+    found = read_collection(tmp_path / "c")
+    assert found.documents == {"a": "T x", "empty": ""} and list(found.queries) == ["q"]
+    told = " ".join(found.notes)
+    assert "1 documents are empty" in told and "'nowhere'" in told and "'nobody'" in told
+
+
+@pytest.mark.parametrize(
+    ("corpus", "queries", "judged", "words"),
+    [
+        (DOCUMENT * 2, QUERY, b"q\ta\t1\n", "line 2: the id 'a' was there before"),
+        (b'{"_id": "a"}\n', QUERY, b"q\ta\t1\n", "line 1: wanted an object with the strings _id and text"),
+        (b"{\n", QUERY, b"q\ta\t1\n", "line 1: is not JSON"),
+        (DOCUMENT, b'{"_id": "q", "text": "\xff"}\n', b"q\ta\t1\n", "queries.jsonl, line 1: is not UTF-8 (byte 22)"),
+        (DOCUMENT, QUERY, b"q a 1\n", "test.tsv, line 2: wanted query, document"),
+        (DOCUMENT, QUERY, b"q\ta\t0\n", "no query of queries.jsonl has a relevant document"),
+        (b"", QUERY, b"q\ta\t1\n", "has no document"),
+    ],
+)
+def test_bad_collections_are_named_before_anything_is_encoded(corpus, queries, judged, words, tmp_path):
+    write(tmp_path / "c", corpus, queries, judged)
+    with pytest.raises(CableError) as error:
+        read_collection(tmp_path / "c")
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"query": "a"}', "wanted a query and a positive text"),
+        ('{"query": "a", "positive": 3}', "positive must be a text"),
+        ("", "has no triplet"),
+    ],
+)
+def test_bad_triplets_are_named(text, words, tmp_path):
+    (tmp_path / "t.jsonl").write_text(text)
+    with pytest.raises(CableError, match=words):
+        training.read_triplets(str(tmp_path / "t.jsonl"))
+
+
+def test_triplets_have_many_names(tmp_path):
+    rows = ['{"query": "a", "pos": ["b"], "neg": ["c", "d"]}', '{"anchor": "a", "positive": "b", "negative": "c"}']
+    (tmp_path / "t.jsonl").write_text("\n".join(rows))
+    first, second = training.read_triplets(str(tmp_path / "t.jsonl"))
+    assert first == training.Triplet("a", "b", ("c", "d")) and second == training.Triplet("a", "b", ("c",))
+
+
+def test_a_cut_off_fine_tuning_goes_on_and_ends_the_same(bert, embedded, tmp_path):
+    settings = training.Settings(batch_size=8, learning_rate=1e-3, max_length=32, save_every=2, cached_batch=4)
+
+    def run(folder, resume=False, cut=None):
+        def watch(step, loss):
+            if step == cut:
+                raise KeyboardInterrupt
+
+        triplets = training.read_triplets(str(embedded / "triplets.jsonl"), 48)
+        training.train(str(bert), triplets, folder, settings, resume, watch)
+
+    run(tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "cut", cut=5)
+    with pytest.raises(CableError, match="Add --resume"):
+        run(tmp_path / "cut")
+    run(tmp_path / "cut", resume=True)
+    a, b = (SentenceTransformer(str(tmp_path / name)).encode("a text") for name in ("whole", "cut"))
+    assert np.allclose(a, b, atol=1e-6)
+    with pytest.raises(CableError, match="holds a trained encoder"):
+        run(tmp_path / "cut", resume=True)
+
+
+def test_the_command_line(retriever, tmp_path):
+    arguments = [
+        "retrieve",
+        "eval",
+        "embedded",
+        str(retriever),
+        "bm25",
+        "--lengths",
+        "64",
+        "--cache",
+        str(tmp_path / "c"),
+    ]
+    result = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "r.json")], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "r.json").read_text())["results"]
+    assert [row["max_length"] for row in rows] == [64, None] and rows[1]["ndcg@10"] > 0.3
+    assert "bm25" in result.output and list((tmp_path / "c").glob("*/*.npz"))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "a.txt").write_text("She walked along the quiet river and thought of nothing. " * 20)
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "b.md").write_text("The council raised the price of bread again, and the town was angry. " * 20)
+    (tmp_path / "c.jsonl").write_text('{"text": "A short note on sheep."}\n\n{"title": "T", "text": "Ships at sea."}\n')
+    (tmp_path / "bad.txt").write_bytes(b"abc\xff")
+    (tmp_path / "empty.txt").write_text(" ")
+    (tmp_path / "broken.jsonl").write_text("{")
+    (tmp_path / "photo.png").write_bytes(b"no text")
+    return tmp_path
+
+
+def test_a_folder_is_searched_and_only_what_changed_is_read_again(folder, retriever, monkeypatch, tmp_path_factory):
+    library = read_library(folder)
+    assert list(library.texts) == ["a.txt", "c.jsonl:1", "c.jsonl:3", "sub/b.md"]
+    told = " ".join(library.notes)
+    assert "bad.txt: is not UTF-8 (byte 3)" in told and "empty.txt: is empty" in told and "broken.jsonl" in told
+    cache = tmp_path_factory.mktemp("cache")
+    query = "A short note on sheep."
+    hits = search(library, query, str(retriever), count=2, max_length=64, cache=cache)
+    assert hits[0].where == "c.jsonl:1" and hits[0].score == pytest.approx(1, abs=1e-5) and hits[0].passage == query
+    assert len(hits) == 2 and hits[1].score <= hits[0].score
+    read = []
+    vectors = encoders._vectors
+    monkeypatch.setattr(encoders, "_vectors", lambda model, ids: read.extend(ids) or vectors(model, ids))
+    (folder / "a.txt").write_text("Quite another text.")
+    search(read_library(folder), query, str(retriever), count=1, max_length=64, cache=cache)
+    assert len(read) == 2, "the changed file and the query"
+
+
+def test_a_search_that_cannot_be_done_is_told(folder, retriever, tmp_path):
+    with pytest.raises(CableError, match="is no folder"):
+        read_library(tmp_path / "nowhere")
+    (tmp_path / "none").mkdir()
+    with pytest.raises(CableError, match="has no text to search"):
+        read_library(tmp_path / "none")
+    with pytest.raises(CableError, match="query is empty"):
+        search(read_library(folder), " ", str(retriever))
+    with pytest.raises(CableError, match="is not an encoder"):
+        encoders.load_encoder(str(folder))
