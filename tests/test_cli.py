@@ -78,7 +78,7 @@ def test_demo_leaves_numbers_figure_and_checkpoints(run):
     assert model.generate(ids, max_new_tokens=3, do_sample=False).shape[1] == ids.shape[1] + 3
     assert {path.name for path in run.iterdir()} == {
         "cable-0", "rope-0", "results.json", "table.md", "table.csv", "table.tex", "perplexity.png", "perplexity.svg",
-        "loss.png", "loss.svg",
+        "loss.png", "loss.svg", "demo.json",
     }  # fmt: skip
 
 
@@ -164,6 +164,8 @@ def bad_folders(run, tmp_path):
     (tmp_path / "short.txt").write_text("Too short to train on.")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    (tmp_path / "runs" / "other").mkdir(parents=True)
+    (tmp_path / "runs" / "other" / "recipe.toml").write_text("")
     shutil.copytree(run, tmp_path / "run")
     shutil.copytree(run / "cable-0", tmp_path / "corrupt")
     weights = tmp_path / "corrupt" / "model.safetensors"
@@ -185,6 +187,7 @@ def bad_folders(run, tmp_path):
             "(recipe.train.steps was 6 and is 7)",
         ),
         (["demo", "--out", "{}/mine", "--fresh"], "will not delete it"),
+        (["demo", "--out", "{}/runs", "--fresh"], "will not delete it"),
         (["demo", "--steps", "0"], "--steps"),
         (["eval", "{}/corrupt"], "cannot be loaded"),
         (["eval", "{}/mine"], "is not a checkpoint: it has no config.json"),

@@ -198,6 +198,12 @@ def test_a_length_that_cannot_be_read_is_told():
     assert short["perplexity"] > 1 and "16" in long["error"] and "perplexity" not in long
 
 
+def test_a_table_of_positions_of_another_model_ends_with_a_message(gpt2):
+    tokens = np.random.default_rng(0).integers(0, 97, 200)
+    short, long = evaluate(gpt2, held_out(tokens), [64, 128])
+    assert short["perplexity"] > 1 and "64 learned positions, 128 tokens" in long["error"]
+
+
 def test_strides_and_equal_targets(gpt2):
     tokens = np.random.default_rng(0).integers(0, 97, 100)
     rows = evaluate(gpt2, held_out(tokens), [8, 12], same_tokens=True)

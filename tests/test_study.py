@@ -112,9 +112,55 @@ def test_results_of_other_settings_never_mix(file, tmp_path):
         study.run(study.load(str(file), ["steps=3"]), tmp_path / "out", only=["cable"])
 
 
+def test_a_trained_cell_of_another_recipe_is_refused(file, tmp_path):
+    """Also when its results are lost, or come from another study."""
+    out = tmp_path / "out"
+    study.run(study.load(str(file), ["steps=2"]), out, only=["cable"])
+    (out / "cable-0" / "evaluation.json").unlink()
+    told = study.run(study.load(str(file), ["steps=3"]), out, only=["cable"])
+    assert "model of another recipe: train.steps was 2 and is 3" in told["cable-0"]
+    file.write_text('trained_by = "elsewhere"\n' + file.read_text())
+    told = study.run(study.load(str(file), ["steps=2"]), out, only=["cable"])
+    assert "Run the study 'elsewhere' first" in told["cable-0"]
+    file.write_text(file.read_text().replace("elsewhere", "out"))
+    reader = study.load(str(file), ["steps=2"])
+    assert study.run(reader, tmp_path / "reader", only=["cable"]) == {}
+    assert {path.name for path in (tmp_path / "reader" / "cable-0").iterdir()} == {"evaluation.json"}
+
+
+def test_a_report_never_mixes_settings(file, tmp_path):
+    study.run(study.load(str(file), ["steps=2"]), tmp_path / "out", only=["cable"])
+    study.run(study.load(str(file), ["steps=3"]), tmp_path / "out", only=["alibi"])
+    with pytest.raises(CableError, match="Give the same overrides"):
+        list(study.results(study.load(str(file), ["steps=3"]), tmp_path / "out"))
+
+
+def test_a_launcher_that_cannot_start_fails_every_cell_and_hangs_none(tmp_path):
+    commands = {name: ["no-such-launcher", name] for name in "abcde"}
+    failed = study.run_in_processes(commands, tmp_path, 2, lambda name, what: None)
+    assert sorted(failed) == list("abcde") and "cannot start 'no-such-launcher'" in failed["a"]
+
+
+def test_two_processes_never_work_on_one_cell(file, tmp_path):
+    small = study.load(str(file), ["steps=2"])
+    (tmp_path / "out" / "cable-0").mkdir(parents=True)
+    with study._alone(tmp_path / "out" / "cable-0"):
+        told = study.run(small, tmp_path / "out", only=["cable"])
+    assert "being worked on by another process" in told["cable-0"]
+
+
+def test_what_reading_needs_is_checked_before_training(file, tmp_path):
+    text = file.read_text().replace("tokens = 2000", "tokens = 2000\nstride = 17")
+    file.write_text(text)
+    told = study.run(study.load(str(file)), tmp_path / "out")
+    assert "longer than the shortest length, 16" in told["cable-0"]
+    assert not (tmp_path / "out" / "cable-0" / "recipe.toml").exists()
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        ('recipe = "gpt-embedded"\nencodings = ["cable"]\nlengths = [8]\npaper = "fineweb"', "Did you mean"),
         ('recipe = "gpt-embedded"\nlengths = [8]', "lacks encodings"),
         ('recipe = "gpt-embedded"\nencodings = ["cabel"]\nlengths = [8]', "Did you mean 'cable'"),
         ('recipe = "gpt-embedded"\nencodings = ["cable"]\nlenghts = [8]', "Did you mean 'lengths'"),
@@ -178,6 +224,12 @@ def test_a_passkey_text_has_its_length_fact_and_answer(tokenizer, form, depth):
     assert place < 0.05 if depth == 0 else place > depth / 2
     other = task.make(filler, 200, depth, np.random.default_rng(1))
     assert not np.array_equal(other.tokens, sample.tokens)
+
+
+def test_a_length_that_cannot_be_read_has_a_row_that_says_so(tokenizer):
+    model = CableGPTForCausalLM(small_gpt("learnable", vocab_size=400, max_position_embeddings=96))
+    rows = passkey.measure(model, passkey.Task(tokenizer), np.arange(300), [10, 95, 128], [0.5], samples=1)
+    assert "needs at least" in rows[0]["error"] and rows[1]["samples"] == 1 and "96" in rows[2]["error"]
 
 
 def test_a_passkey_text_that_does_not_fit_is_refused(tokenizer):

@@ -160,9 +160,9 @@ def evaluate(
         raise CableError(f"stride must lie between 1 and the shortest length, {min(lengths)}, got {stride}.")
     if same_tokens:
         held_out = held_out.first(len(comparable(held_out.tokens, lengths)))
+    require_window(held_out.tokens, max(lengths) + 1, "the held-out text")
     rows = []
     for length in lengths:
-        require_window(held_out.tokens, length + 1, "the held-out text")
         began = time.monotonic()
         try:
             tally = measure(model, held_out, length, stride, batch_tokens, watch)
@@ -221,6 +221,7 @@ def measure(
 ) -> Tally:
     """The losses of all windows."""
     model.eval()
+    _require_positions(model, length)
     head = output_head(model)
     tally = Tally(held_out, length)
     found = list(windows(len(held_out.tokens), length, stride))
@@ -234,6 +235,14 @@ def measure(
         if watch is not None:
             watch(length, sum(length - first for _, first in group))
     return tally
+
+
+def _require_positions(model: PreTrainedModel, length: int) -> None:
+    """A learned table of positions ends somewhere; on a GPU reading past it would kill the process."""
+    for name, module in model.named_modules():
+        is_table = name.rpartition(".")[2] in ("wpe", "embed_positions", "position_embeddings")
+        if is_table and isinstance(module, torch.nn.Embedding) and module.num_embeddings < length:
+            raise CableError(f"the model has {module.num_embeddings} learned positions, {length} tokens need more.")
 
 
 Head = Callable[[Tensor], Tensor]

@@ -64,7 +64,7 @@ def run_tasks(
     max_length: tokens read at once; what is longer loses its beginning. By default the length of training.
     """
     _check(model, tasks, limit=limit, batch_size=batch_size, max_length=max_length)
-    _require_harness()
+    require_harness()
     with TemporaryDirectory(prefix="cable-tasks-", ignore_cleanup_errors=True) as scratch, _quiet(), _borrowed(model):
         loaded = _load_tasks(tasks, folder, Path(scratch))
         wrapped = _language_model(model, tokenizer, batch_size, max_length)
@@ -81,7 +81,7 @@ def _check(model: PreTrainedModel, tasks: list[str], **at_least_one: int | None)
             raise CableError(f"{name} must be at least 1, got {value}.")
 
 
-def _require_harness() -> None:
+def require_harness() -> None:
     try:
         import lm_eval  # noqa: F401
     except ImportError as error:

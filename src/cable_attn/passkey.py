@@ -113,21 +113,27 @@ def measure(
     seed: int = 0,
     watch: Callable[[int, int], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """For each length and depth the share of texts whose whole answer the model would write (greedily)."""
+    """For each length and depth the share of texts whose whole answer the model would write (greedily).
+
+    A length that cannot be read gives a row that says why.
+    """
     model.eval()
     head = output_head(model)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for length in lengths:
-        for depth in depths:
-            draw = np.random.Generator(np.random.Philox(key=[seed, length * 1000 + round(depth * 100)]))
-            right = 0
-            for _ in range(samples):
-                start = int(draw.integers(0, max(len(filler) - length, 1)))
-                sample = task.make(filler[start : start + length], length, depth, draw)
-                right += _is_found(model, head, sample)
-                if watch is not None:
-                    watch(length, length)
-            rows.append({"length": length, "depth": depth, "accuracy": right / samples, "samples": samples})
+        try:
+            for depth in depths:
+                draw = np.random.Generator(np.random.Philox(key=[seed, length * 1000 + round(depth * 100)]))
+                right = 0
+                for _ in range(samples):
+                    start = int(draw.integers(0, max(len(filler) - length, 1)))
+                    sample = task.make(filler[start : start + length], length, depth, draw)
+                    right += _is_found(model, head, sample)
+                    if watch is not None:
+                        watch(length, length)
+                rows.append({"length": length, "depth": depth, "accuracy": right / samples, "samples": samples})
+        except CableError as error:  # too short for the text, or longer than a table of learned positions
+            rows.append({"length": length, "error": str(error)})
     return rows
 
 

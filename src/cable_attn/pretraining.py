@@ -191,7 +191,7 @@ def _claim(folder: Path, recipe: Recipe, resume: bool) -> None:
     if resume and not path.exists():
         raise CableError(f"{str(folder)!r} holds no run to resume. Leave --resume out to begin one.")
     if begun:
-        changed = _changes(path, recipe)
+        changed = changes(path, recipe)
         if changed:
             raise CableError(f"the run in {str(folder)!r} has another recipe: {'; '.join(changed)}.")
     writable_folder(folder)
@@ -204,7 +204,8 @@ def _same_data(path: Path, manifest: str, resume: bool) -> None:
         raise CableError("the tokens have changed since the run began: the hash of their manifest is another one.")
 
 
-def _changes(path: Path, recipe: Recipe) -> list[str]:
+def changes(path: Path, recipe: Recipe) -> list[str]:
+    """What differs from a stored recipe and touches the losses."""
     before, now = asdict(load(str(path))), asdict(recipe)
     return [
         f"{part}.{key} was {before[part][key]!r} and is {now[part][key]!r}"
@@ -234,7 +235,7 @@ def _arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
     precision = part.precision
     if precision == "auto":
         precision = "bf16" if cuda and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-    return TrainingArguments(
+    arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=part.steps,
         per_device_train_batch_size=part.micro_batch,
@@ -273,6 +274,9 @@ def _arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
         fsdp=part.fsdp or None,  # type: ignore[arg-type]
         remove_unused_columns=False,
     )
+    if cuda and devices == 1 and arguments.n_gpu > 1:
+        arguments._n_gpu = 1  # one process uses one GPU; transformers would spread the batch and change the update
+    return arguments
 
 
 class _PretrainTrainer(DecayingTrainer):
@@ -368,6 +372,8 @@ class _Metrics(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):  # type: ignore[no-untyped-def]
         self.last_time, self.last_step = time.monotonic(), state.global_step
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
         state.compute_steps(args, state.max_steps)  # a resumed state has those of the run before
         if state.is_world_process_zero and self.path.exists():
             lines = self.path.read_text(encoding="utf-8").splitlines()

@@ -86,6 +86,10 @@ class Recipe:
             raise CableError(f"data.length must be at least 2, got {self.data.length}.")
         if not 0 <= self.data.passkey <= 1:
             raise CableError(f"data.passkey must lie between 0 and 1, got {self.data.passkey}.")
+        if self.data.passkey and (self.data.separate_documents or self.model.family != "gpt"):
+            raise CableError(
+                "data.passkey is for gpt without separate_documents: fact and question must see each other."
+            )
         if not 0 < self.train.masked < 1:
             raise CableError(f"train.masked must lie between 0 and 1, got {self.train.masked}.")
 
@@ -183,6 +187,8 @@ def _set(recipe: Recipe, part: str, key: str, value: Any) -> Recipe:
 
 
 def _typed(cls: type, part: str, key: str, value: Any) -> Any:
+    if (part, key) == ("train", "compile") and isinstance(value, bool):
+        return "model" if value else "no"  # what older recipes say
     wanted = get_type_hints(cls)[key]
     kind = getattr(wanted, "__origin__", wanted)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):

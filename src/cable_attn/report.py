@@ -26,7 +26,7 @@ def _pyplot() -> Any:
 
 
 def _save(figure: Any, stem: Path) -> list[Path]:
-    paths = [stem.with_suffix(".png"), stem.with_suffix(".svg")]
+    paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg")]
     for path in paths:
         figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
     _pyplot().close(figure)
@@ -92,6 +92,7 @@ def training_figure(rows: list[dict[str, Any]], stem: Path) -> list[Path]:
 
 def passkey_figure(rows: list[dict[str, Any]], stem: Path) -> list[Path]:
     """The share found over length and depth, as a heat map with its numbers, as PNG and SVG."""
+    rows = [row for row in rows if "error" not in row]
     lengths, depths = (sorted({row[key] for row in rows}) for key in ("length", "depth"))
     found = {(row["depth"], row["length"]): row["accuracy"] for row in rows}
     size = (1.6 + 0.75 * len(lengths), 1.3 + 0.38 * len(depths))

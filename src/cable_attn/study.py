@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from importlib.resources import files
 from pathlib import Path
@@ -26,6 +28,7 @@ import torch
 from cable_attn import harness, passkey, pretraining
 from cable_attn import recipe as recipes
 from cable_attn.data import embedded_corpus
+from cable_attn.data.shards import Tokens
 from cable_attn.environment import environment
 from cable_attn.errors import CableError, unknown
 from cable_attn.evaluation import HeldOut, checkpoint_hash, evaluate, from_shards, from_texts
@@ -33,6 +36,11 @@ from cable_attn.files import read_json, writable_folder, write_json
 from cable_attn.models.loading import load_model
 from cable_attn.recipe import Recipe
 from cable_attn.training import last_complete_checkpoint
+
+try:
+    import fcntl
+except ImportError:  # Windows has no such locks
+    fcntl = None  # type: ignore[assignment]
 
 EVALUATION = "evaluation.json"
 FAILURE = "failure.txt"
@@ -136,6 +144,7 @@ def load(name: str, overrides: Sequence[str] = ()) -> Study:
 
 def check(study: Study) -> None:
     """A bad name or number must not come up hours later."""
+    paper(study.paper)
     for cell in study.cells():
         pretraining.plan(cell.recipe())
 
@@ -217,32 +226,66 @@ def _release() -> None:
 
 
 def run_in_processes(
-    commands: dict[str, list[str]], logs: Path, jobs: int, watch: Callable[[str, str], None]
+    commands: dict[str, list[str]], logs: Path, jobs: int, watch: Callable[[str, str], None], own_gpus: bool = True
 ) -> dict[str, str]:
-    """Each cell's command in a process, ``jobs`` at a time, one GPU each; the last line of those that failed."""
-    gpus = SimpleQueue[int]()
+    """Each cell's command in a process, ``jobs`` at a time; the last line of those that failed.
+
+    own_gpus: give each a GPU of those that are to be seen. A SIGTERM goes on to the processes, which save and stop.
+    """
+    gpus: SimpleQueue[str] = SimpleQueue()
+    seen = visible_gpus() if own_gpus else []
     for job in range(jobs):
-        gpus.put(job)
-    failed = {}
+        gpus.put(seen[job % len(seen)] if seen else "")
+    running: dict[str, subprocess.Popen[bytes]] = {}
+    failed: dict[str, str] = {}
+    stopping: list[int] = []
+
+    def stop(number: int, frame: Any) -> None:
+        stopping.append(number)
+        for process in list(running.values()):
+            process.terminate()
 
     def start(name: str) -> None:
         gpu = gpus.get()
-        variables = dict(os.environ)
-        if torch.cuda.is_available():
-            variables["CUDA_VISIBLE_DEVICES"] = str(gpu % torch.cuda.device_count())
-        watch(name, "running")
-        log = logs / f"{name}.log"
-        with log.open("w", encoding="utf-8") as file:
-            code = subprocess.run(commands[name], env=variables, stdout=file, stderr=subprocess.STDOUT).returncode
-        if code:
-            lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            failed[name] = f"{lines[-1] if lines else f'exit code {code}'} ({log})"
-        watch(name, "failed" if code else "done")
-        gpus.put(gpu)
+        try:
+            if stopping:
+                failed[name] = "stopped before it began"
+                return
+            watch(name, "running")
+            variables = {**os.environ, **({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})}
+            log = logs / f"{name}.log"
+            with log.open("wb") as file:
+                running[name] = subprocess.Popen(commands[name], env=variables, stdout=file, stderr=subprocess.STDOUT)
+                code = running[name].wait()
+            if code:
+                failed[name] = f"{_last_line(log) or f'exit code {code}'} ({log})"
+        except OSError as error:
+            failed[name] = f"cannot start {commands[name][0]!r}: {error.strerror}"
+        finally:
+            running.pop(name, None)
+            watch(name, "failed" if name in failed else "done")
+            gpus.put(gpu)
 
-    with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(start, commands))
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        with ThreadPoolExecutor(jobs) as pool:
+            list(pool.map(start, commands))
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return failed
+
+
+def visible_gpus() -> list[str]:
+    """As CUDA_VISIBLE_DEVICES names them."""
+    if not torch.cuda.is_available():
+        return []
+    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return named or [str(n) for n in range(torch.cuda.device_count())]
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1] if lines else ""
 
 
 def command(study_file: str, out: Path, cell: Cell, overrides: Sequence[str], launcher: Sequence[str]) -> list[str]:
@@ -256,15 +299,62 @@ def run_cell(cell: Cell, out: Path, watch: Watcher | None = None) -> dict[str, A
     result = stored_result(cell, out)
     if result is None:
         folder = out / cell.name
-        trained = out.parent / cell.study.trained_by / cell.name if cell.study.trained_by else folder
-        if not (trained / "config.json").exists():
-            _train(cell, trained, watch)
-        result = _read(cell, trained, watch)
         folder.mkdir(exist_ok=True)
-        write_json(folder / EVALUATION, result)
+        with _alone(folder):
+            check_reading(cell)
+            result = _read(cell, _trained(cell, out, watch), watch)
+            write_json(folder / EVALUATION, result)
         (folder / FAILURE).unlink(missing_ok=True)
     _tell(watch, cell, "done", 1.0)
     return result
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Two processes never work on one cell."""
+    if fcntl is None:
+        yield
+        return
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CableError(f"{str(folder)!r} is being worked on by another process.") from error
+        try:
+            yield
+        finally:
+            (folder / ".lock").unlink(missing_ok=True)
+
+
+def check_reading(cell: Cell) -> None:
+    """What reading will need, before hours of training."""
+    reading, lengths = cell.study.reading, cell.study.lengths
+    path = reading.path or cell.recipe().data.path
+    if reading.stride and reading.stride > min(lengths):
+        raise CableError(f"reading.stride={reading.stride} is longer than the shortest length, {min(lengths)}.")
+    if reading.tasks:
+        harness.require_harness()
+    if path == "embedded" or not lengths:
+        return
+    tokens = len(Tokens(Path(path), reading.split))
+    available = min(tokens, reading.tokens + 1) if reading.tokens else tokens
+    if available <= max(lengths):
+        raise CableError(f"{path!r}, {reading.split}, gives {available} tokens; a length of {max(lengths)} needs more.")
+    if reading.passkey and not (Path(cell.recipe().data.path) / "tokenizer").is_dir():
+        raise CableError(f"reading.passkey needs a tokenizer with the tokens in {cell.recipe().data.path!r}.")
+
+
+def _trained(cell: Cell, out: Path, watch: Watcher | None) -> Path:
+    """The folder of the cell's trained model."""
+    owner = cell.study.trained_by
+    folder = out.parent / owner / cell.name if owner else out / cell.name
+    if not (folder / "config.json").exists():
+        if owner:
+            raise CableError(f"{str(folder)!r} holds no trained model. Run the study {owner!r} first.")
+        _train(cell, folder, watch)
+    elif changed := pretraining.changes(folder / "recipe.toml", cell.recipe()):
+        raise CableError(f"{str(folder)!r} holds a model of another recipe: {'; '.join(changed)}.")
+    return folder
 
 
 def stored_result(cell: Cell, out: Path) -> dict[str, Any] | None:
@@ -276,8 +366,8 @@ def stored_result(cell: Cell, out: Path) -> dict[str, Any] | None:
     if result["settings"] != _as_json(cell.settings()):
         changed = _difference(result["settings"], cell.settings())
         raise CableError(
-            f"{str(path.parent)!r} holds results of other settings ({changed}). Choose another folder with --out, "
-            "or delete it."
+            f"{str(path.parent)!r} holds results of other settings ({changed}). Give the same overrides, choose "
+            "another folder with --out, or delete it."
         )
     return result
 
@@ -374,11 +464,11 @@ def held_out(reading: Reading, recipe: Recipe, folder: Path) -> HeldOut:
 
 
 def results(study: Study, out: Path) -> Iterator[dict[str, Any]]:
-    """The stored results of the cells that are done."""
+    """The stored results of the cells that are done; those of other settings are an error."""
     for cell in study.cells():
-        path = out / cell.name / EVALUATION
-        if path.exists():
-            yield read_json(path)
+        result = stored_result(cell, out)
+        if result is not None:
+            yield result
 
 
 def by_variant(rows: Sequence[dict[str, Any]], key: str = "perplexity") -> dict[str, dict[int, list[float]]]:
@@ -396,7 +486,7 @@ def found_by_length(rows: Sequence[dict[str, Any]]) -> dict[str, dict[int, list[
     """variant → length → the share of pass keys found at all depths, for all seeds."""
     table: dict[str, dict[int, list[float]]] = {}
     for row in rows:
-        for length in sorted({result["length"] for result in row.get("passkey", [])}):
+        for length in sorted({result["length"] for result in row.get("passkey", []) if "error" not in result}):
             found = [result["accuracy"] for result in row["passkey"] if result["length"] == length]
             table.setdefault(row["variant"], {}).setdefault(length, []).append(100 * sum(found) / len(found))
     return table

@@ -59,8 +59,9 @@ def refuses(call: Call) -> str | None:
     if isinstance(call.layout.query_start, Tensor):
         return "the queries' place is known only on the device (a static cache)"
     if isinstance(call.bias, FunctionBias):
-        if call.layout.document_ids is not None:
-            return "a bias that depends on the place in the document differs from text to text"
+        first = torch.zeros(1, dtype=torch.long, device=q.device)
+        if call.bias.rows(first, first, call.layout.query_start).shape[0] > 1:
+            return "this bias differs from text to text (padding or documents move the places it depends on)"
         if q.shape[1] * q.shape[2] * call.k.shape[2] > BLOCK_ELEMENTS:
             return f"a bias of no simpler form is written out, and only up to {BLOCK_ELEMENTS} numbers"
     return None

@@ -12,7 +12,8 @@ both. Blocks are dropped from the far end as long as their bounds add up to less
 then small ones; bidirectional rows do it at both ends, with ε/2 each.
 
 In practice λ is bounded by the Frobenius norm of the covariance. Means are rounded to the precision of the keys: both
-bounds give up ‖q_i‖ times what the rounding moved them.
+bounds give up ‖q_i‖ times what that rounding, and the rounding of the product, may move them. A thousandth of ε is kept
+back for the rounding of the sums.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ WIDE = 64
 SLACK = 1.001
 """For the rounding of norms and products."""
 SPREAD_SLACK = 1.05
-"""For the rounding of a covariance whose inputs have eight bits: 2⁻⁸ of its trace, which for 64 keys is at most 8 norms."""
+"""For the rounding of a covariance whose inputs have eight bits: ‖(A + E)(A + E)ᵀ − AAᵀ‖ ≤ 2‖A‖‖E‖ and more, below 2 %."""
 
 
 def live_keys(problem: _Problem, document_ids: Tensor | None, epsilon: float) -> tuple[Tensor, Tensor]:
@@ -58,7 +59,8 @@ def live_keys(problem: _Problem, document_ids: Tensor | None, epsilon: float) ->
         q, k, *problem.bias, *_summaries(problem, KEY_BLOCK), *_summaries(problem, LARGE_BLOCK), lo, hi, *problem.masks,
         first, end, *q.stride()[:3], *k.stride()[:3], *problem.sizes,
         problem.scale * float(LOG2E.value), epsilon if causal else epsilon / 2,
-        BM=BOUND_ROWS, BN=KEY_BLOCK, LARGE=LARGE_BLOCK, NEAR_KEYS=NEAR, WIDTH=WIDE, SLACK_FACTOR=SLACK, num_warps=4,
+        BM=BOUND_ROWS, BN=KEY_BLOCK, LARGE=LARGE_BLOCK, NEAR_KEYS=NEAR, SLACK_FACTOR=SLACK, num_warps=4,
+        WIDTH=WIDE if q.dtype != torch.float32 else 16,  # exact fp32 products take the compiler long
         num_stages=1, maxnreg=128 if problem.flags["BD"] <= 64 else None, **flags,
     )  # fmt: skip
     return lo, hi
@@ -142,7 +144,8 @@ def _summarise(K, MEANS, NUMBERS, skb, skh, skt, key_heads, Tk, blocks, D: tl.co
     tl.store(MEANS + where * D + od, rounded, mask=od < D)
     tl.store(NUMBERS + where * 4, tl.sqrt(furthest))
     tl.store(NUMBERS + where * 4 + 1, spread)
-    tl.store(NUMBERS + where * 4 + 2, tl.sqrt(tl.sum(moved * moved, 0)))
+    rounding = tl.sqrt(tl.sum(mean * mean, 0)) * 8e-6  # of the product with a query, 64 terms in fp32
+    tl.store(NUMBERS + where * 4 + 2, tl.sqrt(tl.sum(moved * moved, 0)) + rounding)
 
 
 @triton.jit
@@ -192,7 +195,8 @@ def _at_least(begin, end, total, q, reach, slope, ci, base, begins, ends, MEANS,
         x = _mean_logits(q, slope, ci, MEANS, block, inside, c, od, scale2, D, BD, LEFT, PRECISION)
         x -= reach[:, None] * moved[None, :] + total[:, None]
         size = tl.where(inside, last + 1 - block * SIZE, 0).to(tl.float32)
-        weight = tl.exp2(tl.minimum(x, 60.0)) * size[None, :]
+        weight = tl.exp2(tl.where(x < 60.0, x, 60.0)) * size[None, :]
+        weight = tl.where(x == x, weight, 0.0)  # what is not a number must not let anything be dropped
         if PACKED:
             counts = (begins[:, None] <= block[None, :] * SIZE) & (last[None, :] < ends[:, None])
             weight = tl.where(counts, weight, 0.0)
@@ -223,7 +227,7 @@ def _drop(dropped, most, spent, budget, q, reach, slope, ci, base, begins, ends,
             x = tl.where(counts, x, float("-inf"))
         above = tl.max(x + reach[:, None] * radius[None, :], 0) + spread
         share = tl.where(inside, (tl.exp2(tl.max(x, 0)) + tl.exp2(above)) * SIZE, 2.0)
-        fit = tl.sum((spent + tl.cumsum(share, 0) < 1.0).to(tl.int32))
+        fit = tl.sum((spent + tl.cumsum(share, 0) < 0.999).to(tl.int32))  # the rest is for rounding
         spent += tl.sum(tl.where(some < fit, share, 0.0))
         dropped += fit
         going = (fit == WIDTH) & (dropped < most)

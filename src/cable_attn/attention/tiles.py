@@ -103,6 +103,6 @@ def tiles_for(dim: int, dtype: torch.dtype, kernel: int, capability: tuple[int, 
     if dtype == torch.float32:
         return SINGLE[dim]
     name = generation(capability)
-    if kernel and (name, dim) in LOG_KERNEL:
+    if kernel == 1 and (name, dim) in LOG_KERNEL:
         return LOG_KERNEL[name, dim]
     return HALF[name][dim]

@@ -50,7 +50,6 @@ def evaluate(
     HellaSwag and LAMBADA:   cable eval runs/mine --tasks hellaswag,lambada --task-folder files/
     """
     from cable_attn.environment import environment
-    from cable_attn.files import write_json
     from cable_attn.passkey import FORMS
 
     if form not in FORMS:
@@ -70,24 +69,34 @@ def evaluate(
     }
     with working() as progress:
         result["perplexity"] = _perplexity(progress, model, held_out, wanted, stride, same_tokens, batch_tokens)
-        if passkey:
-            result["passkey"] = _passkey(progress, model, tokenizer, held_out, wanted, passkey, form)
     console.print(_perplexity_table(checkpoint, result["perplexity"]))
+    _store(out, result)
     if by_place:
         console.print(_place_table(result["perplexity"][-1]))
     if passkey:
+        with working() as progress:
+            result["passkey"] = _passkey(progress, model, tokenizer, held_out, wanted, passkey, form)
         console.print(_passkey_table(result["passkey"]))
+        _store(out, result)
+        if out is not None:
+            _draw_passkey(result["passkey"], out.with_suffix(""))
     if tasks:
         from cable_attn.harness import run_tasks
 
         result["tasks"] = run_tasks(model, tokenizer, names(tasks, "--tasks"), task_folder, limit)
         console.print(_task_table(result["tasks"]))
+        _store(out, result)
+    if out is not None:
+        say(f"Results: {out}")
+
+
+def _store(out: Path | None, result: dict[str, Any]) -> None:
+    """After each part: what fails later does not lose what came before."""
+    from cable_attn.files import write_json
+
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_json(out, result)
-        if passkey:
-            _draw_passkey(result["passkey"], out.with_suffix(""))
-        say(f"Results: {out}")
 
 
 def _simple(value: Any) -> bool:
@@ -198,6 +207,7 @@ def _passkey(
 
 
 def _passkey_table(rows: list[dict[str, Any]]) -> Table:
+    rows = [row for row in rows if "error" not in row]
     depths = sorted({row["depth"] for row in rows})
     table = Table("tokens", *(f"depth {depth:.0%}" for depth in depths), title="found")
     for length in sorted({row["length"] for row in rows}):

@@ -29,6 +29,8 @@ PAPER = {
 }
 """The paper's tables and figures by number."""
 MULTIPLES = (1, 2, 4, 8, 16)
+MARK = "demo.json"
+"""What tells the demo's folder from any other."""
 
 File = Annotated[str, typer.Argument(help="A study's name (see cable study list) or a .toml file.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value for the recipe of every cell.")]
@@ -114,8 +116,9 @@ def report(file: File, overrides: Overrides = None, out: Out = None) -> None:
 
 
 def reproduce(
-    what: Annotated[str, typer.Argument(help="table1 … table5, figure1, figure5, figure6, or a study's name.")] = "",
+    what: Annotated[str, typer.Argument(help=f"One of {', '.join(PAPER)}, or a study's name.")] = "",
     overrides: Overrides = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Cells at a time, each in a process and on a GPU of its own.")] = 1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what the cells would cost, and stop.")] = False,
 ) -> None:
     """Run the studies behind a table or figure of the paper. Figure 3 is `cable bench train`.
@@ -128,8 +131,16 @@ def reproduce(
         list_studies(markdown=False)
         return
     require_known("table or study", what, [*PAPER, *studies.builtin()])
+    failed = False
     for name in PAPER.get(what, [what]):
-        run_study(name, overrides, None, "", 1, "", dry_run)
+        try:
+            run_study(name, overrides, None, "", jobs, "", dry_run)
+        except typer.Exit as stopped:
+            if stopped.exit_code != 1:  # asked to stop
+                raise
+            failed = True
+    if failed:
+        raise typer.Exit(1)
 
 
 def demo(
@@ -159,32 +170,35 @@ def demo(
     """
     from cable_attn import study as studies
     from cable_attn.data import hold_out, read_texts
-    from cable_attn.files import writable_folder
+    from cable_attn.files import writable_folder, write_json
 
     wanted = names(encodings, "--encodings")
     documents = None if text is None else hold_out(read_texts(text))
     if fresh and out.exists():
         _forget(out)
     is_new = not out.exists()
+    lengths = [length * multiple for multiple in MULTIPLES]
     overrides = [f"steps={steps}", f"warmup_steps={steps // 20}", f"length={length}", f"tokens_per_update={4 * length}"]
     if text is not None:
         overrides.append(f"path={out / 'data'}")
     study = studies.load("demo", overrides)
     variants = {name: study.variants.get(name, [f"encoding={name}"]) for name in wanted}
-    reading = replace(study.reading, tokens=eval_tokens)
-    lengths = [length * multiple for multiple in MULTIPLES]
+    reading = replace(study.reading, tokens=max(eval_tokens, lengths[-1]))
     study = replace(study, variants=variants, seeds=[seed], lengths=lengths, reading=reading)
     studies.check(study)
     start = time.monotonic()
+    writable_folder(out)
     try:
+        write_json(out / MARK, {"lengths": lengths})
         if documents is not None:
-            _prepare(text, documents, writable_folder(out) / "data", study)
-        failed = _run_here(study, out, [])
-        _tell_failures(failed, len(study.cells()))
+            _prepare(text, documents, out / "data", study)
+        _require_windows(study, out)
     except CableError:
         if is_new:  # nothing was done, so nothing is left behind
             shutil.rmtree(out, ignore_errors=True)
         raise
+    failed = _run_here(study, out, [])
+    _tell_failures(failed, len(study.cells()))
     _report(study, out)
     say(f"{time.monotonic() - start:.0f} s.")
     if failed:
@@ -203,9 +217,21 @@ def _prepare(text: Path | None, documents: tuple[list[Any], list[Any]], folder: 
     prepare(folder, Request(str(text), name), streams, find_tokenizer(name, train))
 
 
+def _require_windows(study: Any, out: Path) -> None:
+    """Text enough to train on and to read."""
+    from cable_attn import study as studies
+    from cable_attn.data.shards import Tokens
+    from cable_attn.data.windows import TokenWindows
+
+    cell = study.cells()[0]
+    if cell.recipe().data.path != "embedded":
+        TokenWindows(Tokens(out / "data", "train"), cell.recipe().data.length)
+    studies.check_reading(cell)
+
+
 def _forget(out: Path) -> None:
     """Remove a run of the demo, and nothing that is not one."""
-    if any(out.iterdir()) and not list(out.glob("*/recipe.toml")):
+    if any(out.iterdir()) and not (out / MARK).exists():
         raise CableError(f"{str(out)!r} is not empty and not a demo run, so --fresh will not delete it.")
     shutil.rmtree(out)
 
@@ -228,6 +254,7 @@ def _plan_table(study: Any) -> Table:
 
 def _run_here(study: Any, folder: Path, only: list[str]) -> dict[str, str]:
     from cable_attn import study as studies
+    from cable_attn.pretraining import Stopped
 
     with working() as progress:
         bars = {
@@ -239,7 +266,11 @@ def _run_here(study: Any, folder: Path, only: list[str]) -> dict[str, str]:
             progress.start_task(bars[name])
             progress.update(bars[name], what=what, completed=share)
 
-        return studies.run(study, folder, only=only, watch=watch)
+        try:
+            return studies.run(study, folder, only=only, watch=watch)
+        except Stopped:
+            say("Stopped and saved. The same command goes on from here.")
+            raise typer.Exit(128 + 15) from None
 
 
 def _run_in_processes(
@@ -260,7 +291,7 @@ def _run_in_processes(
             if what != "running":
                 progress.update(bars[name], total=1, completed=1)
 
-        return studies.run_in_processes(commands, folder / "logs", jobs, watch)
+        return studies.run_in_processes(commands, folder / "logs", jobs, watch, own_gpus=not launcher)
 
 
 def _tell_failures(failed: dict[str, str], cells: int) -> None:
