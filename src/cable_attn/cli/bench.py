@@ -11,7 +11,9 @@ from rich.markup import escape
 from cable_attn.cli.common import console, numbers
 from cable_attn.errors import CableError, require_known
 
-bench_app = typer.Typer(help="Measure speed and memory beside the peers, behind a correctness gate.")
+bench_app = typer.Typer(
+    help="Measure speed and memory beside the peers, behind a correctness gate.", rich_markup_mode="markdown"
+)
 
 
 @bench_app.command(name="attention")

@@ -12,7 +12,7 @@ from rich.table import Table
 from cable_attn.cli.common import console, working
 from cable_attn.errors import CableError
 
-data_app = typer.Typer(help="Turn texts into token shards, and check them.")
+data_app = typer.Typer(help="Turn texts into token shards, and check them.", rich_markup_mode="markdown")
 
 
 @data_app.command(name="prepare")

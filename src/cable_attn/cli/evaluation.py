@@ -44,10 +44,12 @@ def evaluate(
 
     Windows lie side by side, as in the paper. Memory does not grow with their length: 131072 tokens at once are fine.
 
+    ```
     A run of the demo:       cable eval runs/demo/cable-0 --same-tokens
     Token shards:            cable eval runs/mine --data data/wikitext-103 --lengths 1024,16384
     Passkey, 10 texts each:  cable eval runs/mine --passkey 10 --lengths 1024,8192 --out results.json
     HellaSwag and LAMBADA:   cable eval runs/mine --tasks hellaswag,lambada --task-folder files/
+    ```
     """
     from cable_attn.environment import environment
     from cable_attn.passkey import FORMS

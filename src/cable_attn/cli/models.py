@@ -23,10 +23,12 @@ def train(
 ) -> None:
     """Pre-train a GPT or BERT with any encoding, from a laptop to many nodes.
 
+    ```
     On a laptop, minutes:      cable train gpt-embedded encoding=cable
     One GPU:                   cable train gpt2-tiny-wikitext103 encoding=alibi
     Eight GPUs:                torchrun --nproc-per-node 8 -m cable_attn train gpt2-small-fineweb-edu
     After a crash or a stop:   the same command with --resume
+    ```
     """
     from cable_attn import pretraining
     from cable_attn import recipe as recipes

@@ -14,7 +14,9 @@ from rich.table import Table
 from cable_attn.cli.common import console, names, numbers, say, working
 from cable_attn.errors import CableError
 
-app = typer.Typer(help="Fine-tune encoders, and measure how well they find long documents.")
+app = typer.Typer(
+    help="Fine-tune encoders, and measure how well they find long documents.", rich_markup_mode="markdown"
+)
 
 
 @app.command(name="train")
@@ -36,8 +38,10 @@ def train(
 ) -> None:
     """Fine-tune an encoder so that queries lie near their passages.
 
+    ```
     As in the paper:   cable retrieve train runs/bert msmarco --limit 1250000 --out runs/retriever
     Your own pairs:    cable retrieve train runs/bert pairs.jsonl --out runs/retriever
+    ```
 
     The result loads anywhere:  SentenceTransformer("runs/retriever"), after `import cable_attn`.
     """

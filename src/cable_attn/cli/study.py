@@ -16,7 +16,10 @@ from rich.table import Table
 from cable_attn.cli.common import console, names, say, working
 from cable_attn.errors import CableError, require_known
 
-app = typer.Typer(help="Every table of the paper is a file: train and read its cells, then make the table.")
+app = typer.Typer(
+    help="Every table of the paper is a file: train and read its cells, then make the table.",
+    rich_markup_mode="markdown",
+)
 
 PAPER = {
     "table1": ["fineweb-edu-medium", "wikitext103-tiny"],
@@ -83,10 +86,12 @@ def run_study(
 ) -> None:
     """Train and read every cell. What is done stays, what was cut off goes on; a failed cell does not stop the rest.
 
+    ```
     cable study run demo                                     minutes on a laptop
     cable study run wikitext103-tiny --only cable,alibi      two rows of a table
     cable study run table.toml --jobs 8                      eight GPUs
     cable study run table.toml --jobs 64 --launcher "srun --gpus=1 --time=8:00:00"
+    ```
     """
     from cable_attn import study as studies
 
