@@ -17,7 +17,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from cable_attn import CableGPTForCausalLM, passkey, pretraining, study
+from cable_attn import CableGPTForCausalLM, jobs, passkey, pretraining, study
 from cable_attn.cli import app
 from cable_attn.data import Document, embedded_corpus, train_bpe
 from cable_attn.errors import CableError
@@ -137,7 +137,7 @@ def test_a_report_never_mixes_settings(file, tmp_path):
 
 def test_a_launcher_that_cannot_start_fails_every_cell_and_hangs_none(tmp_path):
     commands = {name: ["no-such-launcher", name] for name in "abcde"}
-    failed = study.run_in_processes(commands, tmp_path, 2, lambda name, what: None)
+    failed = jobs.run_in_processes(commands, tmp_path, 2, lambda name, what: None)
     assert sorted(failed) == list("abcde") and "cannot start 'no-such-launcher'" in failed["a"]
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cable_attn.data.corpus import Document
+from cable_attn.data.corpus import Document, embedded_corpus
 from cable_attn.data.shards import Tokens
 from cable_attn.data.tokens import encode, require_window
 from cable_attn.errors import CableError
@@ -63,6 +63,14 @@ def from_shards(folder: Path, split: str, limit: int | None = None, tokenizer: A
     shards = Tokens(folder, split)
     tokens = shards.slice(0, min(len(shards), (limit or len(shards)) + 1))
     return HeldOut(tokens, shards.document_starts, f"{folder}, {split}", shards.manifest_hash, tokenizer)
+
+
+def find_held_out(path: str, split: str, tokens: int, tokenizer: Any) -> HeldOut:
+    """``embedded`` (the test novel) or a folder of shards; at most about ``tokens`` of it, 0 for all."""
+    if path != "embedded":
+        return from_shards(Path(path), split, tokens or None, tokenizer)
+    text = from_texts(embedded_corpus("test"), tokenizer, "embedded corpus, test")
+    return text.first(tokens + 1) if tokens else text
 
 
 def comparable(tokens: np.ndarray, lengths: Sequence[int], limit: int | None = None) -> np.ndarray:

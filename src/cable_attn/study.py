@@ -8,32 +8,26 @@ can be added, and one that fails does not stop the others.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from importlib.resources import files
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import torch
 
 from cable_attn import harness, passkey, pretraining
 from cable_attn import recipe as recipes
-from cable_attn.data import embedded_corpus
 from cable_attn.data.shards import Tokens
 from cable_attn.environment import environment
 from cable_attn.errors import CableError, unknown
-from cable_attn.evaluation import HeldOut, checkpoint_hash, evaluate, from_shards, from_texts
+from cable_attn.evaluation import checkpoint_hash, evaluate, find_held_out
 from cable_attn.files import read_json, writable_folder, write_json
-from cable_attn.models.loading import load_model
+from cable_attn.models.loading import load_model, tokenizer_of
 from cable_attn.recipe import Recipe
 from cable_attn.training import last_complete_checkpoint
 
@@ -225,69 +219,6 @@ def _release() -> None:
         torch.cuda.empty_cache()
 
 
-def run_in_processes(
-    commands: dict[str, list[str]], logs: Path, jobs: int, watch: Callable[[str, str], None], own_gpus: bool = True
-) -> dict[str, str]:
-    """Each cell's command in a process, ``jobs`` at a time; the last line of those that failed.
-
-    own_gpus: give each a GPU of those that are to be seen. A SIGTERM goes on to the processes, which save and stop.
-    """
-    gpus: SimpleQueue[str] = SimpleQueue()
-    seen = visible_gpus() if own_gpus else []
-    for job in range(jobs):
-        gpus.put(seen[job % len(seen)] if seen else "")
-    running: dict[str, subprocess.Popen[bytes]] = {}
-    failed: dict[str, str] = {}
-    stopping: list[int] = []
-
-    def stop(number: int, frame: Any) -> None:
-        stopping.append(number)
-        for process in list(running.values()):
-            process.terminate()
-
-    def start(name: str) -> None:
-        gpu = gpus.get()
-        try:
-            if stopping:
-                failed[name] = "stopped before it began"
-                return
-            watch(name, "running")
-            variables = {**os.environ, **({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})}
-            log = logs / f"{name}.log"
-            with log.open("wb") as file:
-                running[name] = subprocess.Popen(commands[name], env=variables, stdout=file, stderr=subprocess.STDOUT)
-                code = running[name].wait()
-            if code:
-                failed[name] = f"{_last_line(log) or f'exit code {code}'} ({log})"
-        except OSError as error:
-            failed[name] = f"cannot start {commands[name][0]!r}: {error.strerror}"
-        finally:
-            running.pop(name, None)
-            watch(name, "failed" if name in failed else "done")
-            gpus.put(gpu)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        with ThreadPoolExecutor(jobs) as pool:
-            list(pool.map(start, commands))
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    return failed
-
-
-def visible_gpus() -> list[str]:
-    """As CUDA_VISIBLE_DEVICES names them."""
-    if not torch.cuda.is_available():
-        return []
-    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    return named or [str(n) for n in range(torch.cuda.device_count())]
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1] if lines else ""
-
-
 def command(study_file: str, out: Path, cell: Cell, overrides: Sequence[str], launcher: Sequence[str]) -> list[str]:
     """What runs one cell alone: here, through SLURM, or on another machine."""
     own = [sys.executable, "-m", "cable_attn", "study", "run", study_file, *overrides]
@@ -419,7 +350,8 @@ def _read(cell: Cell, folder: Path, watch: Watcher | None) -> dict[str, Any]:
     if recipe.model.family == "bert":  # the loss of its training is all there is to read
         return {**result, "results": []}
     model = load_model(folder).to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
-    text = held_out(study.reading, recipe, folder)
+    reading = study.reading
+    text = find_held_out(reading.path or recipe.data.path, reading.split, reading.tokens, tokenizer_of(folder))
     done, total = 0, len(text.tokens) * len(study.lengths)
 
     def on_tokens(length: int, count: int) -> None:
@@ -427,7 +359,6 @@ def _read(cell: Cell, folder: Path, watch: Watcher | None) -> dict[str, Any]:
         done += count
         _tell(watch, cell, f"reading {length} tokens at once", done / total)
 
-    reading = study.reading
     options: dict[str, Any] = {"stride": reading.stride or None, "same_tokens": reading.same_tokens}
     rows = evaluate(model, text, study.lengths, batch_tokens=reading.batch_tokens, watch=on_tokens, **options)
     result |= {"data": {"source": text.source, "sha256": text.sha256}, "results": rows}
@@ -449,18 +380,6 @@ def _training(folder: Path) -> dict[str, Any]:
     last = {key: value for line in lines for key, value in line.items() if key in wanted}
     curve = [(line["tokens"], line["loss"]) for line in lines if "loss" in line]
     return {**last, "curve": curve[:: max(len(curve) // CURVE_POINTS, 1)]}
-
-
-def held_out(reading: Reading, recipe: Recipe, folder: Path) -> HeldOut:
-    from transformers import AutoTokenizer
-
-    has_tokenizer = (folder / "tokenizer.json").is_file()
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True) if has_tokenizer else None
-    path = reading.path or recipe.data.path
-    if path == "embedded":
-        text = from_texts(embedded_corpus("test"), tokenizer, "embedded corpus, test")
-        return text.first(reading.tokens + 1) if reading.tokens else text
-    return from_shards(Path(path), reading.split, reading.tokens or None, tokenizer)
 
 
 def results(study: Study, out: Path) -> Iterator[dict[str, Any]]:

@@ -108,34 +108,23 @@ def _simple(value: Any) -> bool:
 def _load(checkpoint: str, need_tokenizer: bool) -> tuple[Any, Any, str]:
     import torch
 
-    from cable_attn.models.loading import checkpoint_folder, load_causal_lm, load_model
+    from cable_attn.evaluation import checkpoint_hash
+    from cable_attn.models.loading import checkpoint_folder, load_causal_lm, load_model, tokenizer_of
 
     folder = checkpoint_folder(checkpoint)
-    from cable_attn.evaluation import checkpoint_hash
-
-    model, tokenizer = load_causal_lm(folder) if need_tokenizer else (load_model(folder), _tokenizer(folder))
+    model, tokenizer = load_causal_lm(folder) if need_tokenizer else (load_model(folder), tokenizer_of(folder))
     return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer, checkpoint_hash(folder)  # type: ignore[arg-type]
 
 
-def _tokenizer(folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    has_one = (folder / "tokenizer.json").is_file()
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True) if has_one else None
-
-
 def _held_out(text: Path | None, data: Path | None, split: str, tokens: int, tokenizer: Any) -> Any:
-    from cable_attn.data import embedded_corpus, read_texts
-    from cable_attn.evaluation import from_shards, from_texts
+    from cable_attn.data import read_texts
+    from cable_attn.evaluation import find_held_out, from_texts
 
-    if text is not None and data is not None:
-        raise CableError("give --text or --data, not both.")
+    if text is None:
+        return find_held_out("embedded" if data is None else str(data), split, tokens, tokenizer)
     if data is not None:
-        return from_shards(data, split, tokens or None, tokenizer)
-    if text is not None:
-        found = from_texts(read_texts(text), tokenizer, str(text))
-    else:
-        found = from_texts(embedded_corpus("test"), tokenizer, "embedded corpus, test")
+        raise CableError("give --text or --data, not both.")
+    found = from_texts(read_texts(text), tokenizer, str(text))
     return found.first(tokens + 1) if tokens else found
 
 

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
-from cable_attn.cli.common import console, names, numbers, say, working
+from cable_attn.cli.common import console, numbers, say, working
 from cable_attn.errors import CableError
 
 app = typer.Typer(
@@ -54,12 +54,13 @@ def train(
         batch_size, learning_rate, epochs=epochs, max_length=max_length, negatives=negatives, cached_batch=cached_batch,
         seed=seed,
     )  # fmt: skip
-    steps = max(round(len(found) * epochs / batch_size), 1)
     with working() as progress:
-        bar = progress.add_task("fine-tuning", total=steps, what="")
+        bar = progress.add_task("fine-tuning", total=settings.steps(len(found)), what="")
 
         def watch(step: int, loss: float | None) -> None:
-            progress.update(bar, completed=step, **({} if loss is None else {"what": f"loss {loss:.3f}"}))  # type: ignore[arg-type]
+            progress.update(bar, completed=step)
+            if loss is not None:
+                progress.update(bar, what=f"loss {loss:.3f}")
 
         run(encoder, found, out, settings, resume, watch)
     say(f"Done. The encoder is in {out}")
@@ -93,7 +94,7 @@ def evaluate(
     wanted, rows = numbers(lengths), []
     table = Table("encoder", "tokens", "nDCG@10", "recall@100", "MRR", "documents/s", title=_title(found))
     with working() as progress:
-        for encoder in names(",".join(encoders), "the list of encoders"):
+        for encoder in encoders:
             bars = {}
             if encoder != evaluation.BM25:
                 bars = {n: progress.add_task(str(n), total=len(found.documents), what=encoder) for n in wanted}

@@ -281,6 +281,7 @@ def _run_here(study: Any, folder: Path, only: list[str]) -> dict[str, str]:
 def _run_in_processes(
     study: Any, file: str, overrides: list[str], folder: Path, only: list[str], jobs: int, launcher: list[str]
 ) -> dict[str, str]:
+    from cable_attn import jobs as processes
     from cable_attn import study as studies
     from cable_attn.files import writable_folder
 
@@ -296,7 +297,7 @@ def _run_in_processes(
             if what != "running":
                 progress.update(bars[name], total=1, completed=1)
 
-        return studies.run_in_processes(commands, folder / "logs", jobs, watch, own_gpus=not launcher)
+        return processes.run_in_processes(commands, folder / "logs", jobs, watch, own_gpus=not launcher)
 
 
 def _tell_failures(failed: dict[str, str], cells: int) -> None:

@@ -27,6 +27,13 @@ def checkpoint_folder(name: str) -> Path:
         ) from error
 
 
+def tokenizer_of(folder: Path) -> Any:
+    """The tokenizer that lies with a checkpoint, or ``None``."""
+    if not (folder / "tokenizer.json").is_file():
+        return None
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
 def load_causal_lm(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model and the tokenizer of a checkpoint folder."""
     model = load_model(folder)

@@ -74,7 +74,11 @@ def _texts(folder: Path, name: str) -> Iterator[tuple[str, str]]:
         if row["_id"] in seen:
             raise CableError(f"{path}, line {number}: the id {row['_id']!r} was there before.")
         seen.add(row["_id"])
-        yield row["_id"], f"{row.get('title') or ''} {row['text']}".strip()
+        yield row["_id"], titled(row)
+
+
+def titled(row: dict[str, Any]) -> str:
+    return f"{row.get('title') or ''} {row['text']}".strip()
 
 
 def _find(folder: Path, name: str) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from cable_attn.errors import CableError
+from cable_attn.retrieval.collection import read_jsonl, titled
 from cable_attn.retrieval.encoder import cache_folder, encode, load_encoder
 
 KINDS = (".txt", ".md", ".jsonl")
@@ -41,13 +41,12 @@ def read_library(folder: Path) -> Library:
     for path in sorted(path for path in folder.rglob("*") if path.suffix in KINDS and path.is_file()):
         name = str(path.relative_to(folder))
         try:
-            content = path.read_text(encoding="utf-8")
-            found = _lines(name, content) if path.suffix == ".jsonl" else {name: content}
+            found = _texts(path, name)
         except UnicodeDecodeError as error:
             notes.append(f"{name}: is not UTF-8 (byte {error.start}).")
             continue
-        except (OSError, ValueError) as error:
-            notes.append(f"{name}: {error}.")
+        except (OSError, CableError) as error:
+            notes.append(f"{name}: {error}")
             continue
         texts |= {where: text for where, text in found.items() if text.strip()}
         if not any(text.strip() for text in found.values()):
@@ -57,14 +56,14 @@ def read_library(folder: Path) -> Library:
     return Library(texts, notes)
 
 
-def _lines(name: str, content: str) -> dict[str, str]:
+def _texts(path: Path, name: str) -> dict[str, str]:
+    if path.suffix != ".jsonl":
+        return {name: path.read_text(encoding="utf-8")}
     found = {}
-    for number, line in enumerate(content.splitlines(), 1):
-        if line.strip():
-            row = json.loads(line)
-            if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-                raise ValueError(f"line {number} has no string text")
-            found[f"{name}:{number}"] = f"{row.get('title') or ''} {row['text']}".strip()
+    for number, row in read_jsonl(path):
+        if not isinstance(row.get("text"), str):
+            raise CableError(f"line {number} has no string text")
+        found[f"{name}:{number}"] = titled(row)
     return found
 
 

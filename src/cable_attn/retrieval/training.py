@@ -44,6 +44,9 @@ class Settings:
     seed: int = 0
     save_every: int = 500
 
+    def steps(self, triplets: int) -> int:
+        return max(round(triplets * self.epochs / self.batch_size), 1)
+
 
 @dataclass(frozen=True)
 class Triplet:
@@ -197,7 +200,7 @@ def _finish(
 
 def _arguments(settings: Settings, count: int, folder: Path) -> TrainingArguments:
     cuda = torch.cuda.is_available()
-    steps = max(round(count * settings.epochs / settings.batch_size), 1)
+    steps = settings.steps(count)
     return TrainingArguments(
         output_dir=str(folder),
         max_steps=steps,
