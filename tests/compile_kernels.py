@@ -12,7 +12,7 @@ from typing import Any
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from cable_attn.attention import kernels, pruning
+from cable_attn.attention import backward, kernels, pruning
 from cable_attn.attention.tiles import HALF, LOG_KERNEL, SINGLE, Tile
 
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -91,14 +91,14 @@ def jobs(generation: int) -> list[tuple]:
             "GROUP": 1,
             "PRECISION": "ieee" if data == "fp32" else "tf32",
         }
-        for kernel, tile in zip((kernels.forward, kernels.backward_keys, kernels.backward_queries), tiles):
+        for kernel, tile in zip((kernels.forward, backward.backward_keys, backward.backward_queries), tiles):
             shape = {"BM": tile.queries, "BN": tile.keys, "LATE": tile.late and flags["KERNEL"] < 2}
             todo.append((kernel, tile, {**flags, **shape}, data, generation))
         if flags["KERNEL"] >= 2:
-            todo.append((kernels.backward_table, Tile(64, 64, 4, 2), {**flags, "BLOCK": 64}, data, generation))
+            todo.append((backward.backward_table, Tile(64, 64, 4, 2), {**flags, "BLOCK": 64}, data, generation))
     flags = {**CABLE, **PLAIN, "D": 64, "BD": 64, "PRECISION": "tf32", "BM": 64, "BN": 64}
     flags |= {"SUMS": True, "NEAR_KEYS": 128, "WIDTH": 64, "SLACK_FACTOR": 1.001, "BLOCK": 128, "BK": 64, "LARGE": 512}
-    small = [kernels.split_potential, kernels.potential_columns, kernels.row_dots] if hopper else []
+    small = [kernels.split_potential, backward.potential_columns, backward.row_dots] if hopper else []
     small += [pruning._summarise, pruning._bounds, pruning._rows] if hopper else []
     return todo + [(kernel, Tile(64, 64, 4, 1), flags, "bf16", generation) for kernel in small]
 

@@ -184,7 +184,7 @@ class _Problem:
         }
 
     def backward_flags(self, need_bias: bool) -> dict[str, Any]:
-        """SUMS: the tensor cores sum the gradients of the bias; FOLD: they add the bias too (see kernels.py)."""
+        """SUMS: the tensor cores sum the gradients of the bias; FOLD: they add the bias too (see backward.py)."""
         potential, packed = self.flags["POTENTIAL"], self.flags["PACKED"]
         sums = potential and not packed and _uses_columns(self.q)
         fold = sums and self.flags["CAUSAL"] and self.flags["KERNEL"] == 0
@@ -280,7 +280,7 @@ def _backward(
     need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients for q, k, v, and for c and g (empty when they are not needed)."""
-    from cable_attn.attention import kernels, pruning
+    from cable_attn.attention import backward, pruning
 
     do = do if do.stride(-1) == 1 else do.contiguous()
     batch, heads, queries, _ = q.shape
@@ -299,20 +299,20 @@ def _backward(
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *problem.sizes, scale, scale * LOG2E,
     )  # fmt: skip
     with _on(q.device):
-        kernels.row_dots[(_blocks(queries, 64), batch * heads)](
+        backward.row_dots[(_blocks(queries, 64), batch * heads)](
             out, do, lse, *problem.bias, delta, shift, own, rows, *out.stride()[:3], *do.stride()[:3],
             heads, queries, problem.keys, start, scale, BM=64, num_warps=4, SUMS=flags["SUMS"],
             **problem.some("D", "BD", "CAUSAL", "POTENTIAL", "GAIN", "KERNEL", "PACKED"),
         )  # fmt: skip
         if flags["SUMS"]:
-            kernels.potential_columns[(_blocks(off.numel(), 256),)](off, columns, off.numel(), BLOCK=256)
+            backward.potential_columns[(_blocks(off.numel(), 256),)](off, columns, off.numel(), BLOCK=256)
         begin, end = pruning.live_rows(lo, hi, queries, problem.keys) if prune > 0 else (lo, hi)
         tile = problem.tiles.keys
-        kernels.backward_keys[(_blocks(problem.keys, tile.keys), batch * k.shape[1])](
+        backward.backward_keys[(_blocks(problem.keys, tile.keys), batch * k.shape[1])](
             *tensors, dk, dv, dc, *problem.masks, begin, end, *numbers, **flags, **problem.options(tile)
         )
         tile = problem.tiles.queries
-        kernels.backward_queries[(_blocks(queries, tile.queries), batch * heads)](
+        backward.backward_queries[(_blocks(queries, tile.queries), batch * heads)](
             *tensors, dq, dg, dc, *problem.masks, lo, hi, *numbers, **flags, **problem.options(tile)
         )
         if need_bias and kernel >= TOEPLITZ:
@@ -321,7 +321,7 @@ def _backward(
 
 
 def _table_gradient(problem: _Problem, tensors: tuple[Tensor, ...], numbers: tuple[Any, ...], dc: Tensor) -> Tensor:
-    from cable_attn.attention import kernels
+    from cable_attn.attention import backward
 
     block = min(*problem.tiles.keys[:2], 64)
     row_tiles, key_tiles = _blocks(problem.queries, block), _blocks(problem.keys, block)
@@ -330,7 +330,7 @@ def _table_gradient(problem: _Problem, tensors: tuple[Tensor, ...], numbers: tup
     parts = min(_blocks(PROGRAMS, tiles * problem.heads), problem.batch) if toeplitz else 1
     sums = dc.new_empty(parts, problem.heads, tiles, block, block) if toeplitz else dc
     *numbers_before, _, scale2 = numbers
-    kernels.backward_table[(tiles, problem.heads, parts)](
+    backward.backward_table[(tiles, problem.heads, parts)](
         *tensors, sums, *problem.masks, *numbers_before, scale2, problem.batch, BLOCK=block, num_warps=4, num_stages=2,
         **problem.some("D", "BD", "CAUSAL", "KERNEL", "WINDOW", "PADDED", "PACKED", "PRECISION"),
     )  # fmt: skip
