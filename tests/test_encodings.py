@@ -11,6 +11,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from cable_attn import ENCODINGS, CableBertForMaskedLM, CableError, CableGPTForCausalLM
 from cable_attn.attention import attend, make_call
 from cable_attn.encodings import Geometry, find_encoding
+from cable_attn.encodings.cable import Cable
 from cable_attn.layout import Layout
 
 from . import oracle
@@ -19,6 +20,7 @@ from .conftest import small_bert, small_gpt, stir
 ALL = list(ENCODINGS)
 BIDIRECTIONAL = [name for name in ALL if not ENCODINGS[name].causal_only]
 TRAINED = 16
+FOUR_HEADS = Geometry(hidden_size=32, num_heads=4, head_dim=8, max_length=16)
 CAUSAL_AND_NOT = [(name, causal) for name in ALL for causal in (True, False) if causal or name in BIDIRECTIONAL]
 KINDS = [(name, kind) for name in ALL for kind in ("gpt", "bert") if kind == "gpt" or name in BIDIRECTIONAL]
 
@@ -355,3 +357,37 @@ def test_bad_names_and_options_are_named(name, options, words):
 def test_causal_only_encodings_say_so():
     with pytest.raises(CableError, match=r"'cope' is defined for causal attention only.*cable"):
         small_bert("cope")
+
+
+def test_one_pass_for_step_and_gain_changes_nothing():
+    torch.manual_seed(0)
+    encoding = Cable(FOUR_HEADS).double()
+    x = torch.randn(2, 7, 32, dtype=torch.float64, requires_grad=True)
+
+    def gradients(steps, gain):
+        return torch.autograd.grad((steps.sin() * gain.cos()).sum(), [x, *encoding.parameters()])
+
+    apart = encoding.step(x).relu(), torch.nn.functional.softplus(encoding.strength(x))
+    joint = encoding.steps_and_gain(x)
+    for one, other in zip((*apart, *gradients(*apart)), (*joint, *gradients(*joint))):
+        torch.testing.assert_close(one, other)
+
+
+def test_an_adapter_on_the_gain_is_heard():
+    encoding = Cable(FOUR_HEADS)
+    x = torch.randn(1, 5, 32)
+    _, before = encoding.steps_and_gain(x)
+
+    class Adapted(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner, self.weight, self.bias = inner, inner.weight, inner.bias
+
+        def forward(self, x):
+            return self.inner(x) + 1
+
+    plain, encoding.strength = encoding.strength, Adapted(encoding.strength)
+    assert (encoding.steps_and_gain(x)[1] > before).all()
+    encoding.strength = plain
+    plain.register_forward_hook(lambda module, args, output: output + 1)
+    assert (encoding.steps_and_gain(x)[1] > before).all()

@@ -172,12 +172,16 @@ def evaluate(
     rows = []
     for length in lengths:
         began = time.monotonic()
+        if model.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(model.device)
         try:
             tally = measure(model, held_out, length, stride, batch_tokens, watch)
         except CableError as error:
             rows.append({"length": length, "error": str(error)})
             continue
         rows.append({"length": length, **_result(tally, held_out, stride), "seconds": time.monotonic() - began})
+        if model.device.type == "cuda":
+            rows[-1]["peak_memory_mib"] = round(torch.cuda.max_memory_allocated(model.device) / 2**20)
     return rows
 
 

@@ -154,21 +154,18 @@ def _perplexity(
 
 
 def _perplexity_table(checkpoint: str, rows: list[dict[str, Any]]) -> Table:
-    table = Table("tokens at once", "perplexity", "95 %", "bits per byte", "tokens", "seconds", title=checkpoint)
+    columns = ("tokens at once", "perplexity", "95 %", "bits per byte", "tokens", "seconds", "peak MiB on the GPU")
+    on_gpu = any("peak_memory_mib" in row for row in rows)
+    table = Table(*columns[: None if on_gpu else -1], title=checkpoint)
     for row in rows:
         if "error" in row:
             table.add_row(str(row["length"]), row["error"])
             continue
         interval = "–" if row["interval"] is None else "{:.2f} – {:.2f}".format(*row["interval"])
         bits = "–" if row["bits_per_byte"] is None else f"{row['bits_per_byte']:.4f}"
-        table.add_row(
-            str(row["length"]),
-            f"{row['perplexity']:.2f}",
-            interval,
-            bits,
-            f"{row['tokens']:,}",
-            f"{row['seconds']:.1f}",
-        )
+        cells = [str(row["length"]), f"{row['perplexity']:.2f}", interval, bits, f"{row['tokens']:,}"]
+        memory = [f"{row['peak_memory_mib']:,}"] if on_gpu else []
+        table.add_row(*cells, f"{row['seconds']:.1f}", *memory)
     return table
 
 

@@ -99,12 +99,38 @@ class HeadLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, T, C] → [B, H, T]."""
+        if not self.per_head_input:
+            return _wide_linear(x, self.weight, self.bias)
         wide = at_least_float32(x.dtype)
         with torch.autocast(x.device.type, enabled=False):
             weight, bias = self.weight.to(wide), self.bias.to(wide)
-            if self.per_head_input:
-                return torch.einsum("bthd,hd->bht", x.to(wide).unflatten(-1, weight.shape), weight) + bias[:, None]
-            return nn.functional.linear(x.to(wide), weight, bias).transpose(1, 2).contiguous()
+            return torch.einsum("bthd,hd->bht", x.to(wide).unflatten(-1, weight.shape), weight) + bias[:, None]
+
+
+def together(first: nn.Module, second: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The outputs of two :class:`HeadLinear` from one pass over x, which is what they cost.
+
+    A layer that something has wrapped or changed (an adapter, a hook, quantisation) is called as it is.
+    """
+    layers: tuple[Any, ...] = (first, second)
+    if not all(_is_plain(layer) for layer in layers):
+        return first(x), second(x)
+    weight, bias = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
+    left, right = _wide_linear(x, weight, bias).split([layer.out_features for layer in layers], dim=1)
+    return left, right
+
+
+def _is_plain(layer: Any) -> bool:
+    if type(layer) is not HeadLinear or layer.per_head_input:
+        return False
+    return not layer._forward_hooks and not layer._forward_pre_hooks
+
+
+def _wide_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """x [B, T, C] → [B, outputs, T], in fp32 or better."""
+    wide = at_least_float32(x.dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        return nn.functional.linear(x.to(wide), weight.to(wide), bias.to(wide)).transpose(1, 2).contiguous()
 
 
 class PotentialEncoding(Encoding):
@@ -120,15 +146,19 @@ class PotentialEncoding(Encoding):
         """How strongly each query feels distance [B, H, Tq]; ``None`` means 1."""
         return None
 
+    def steps_and_gain(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Both, for an encoding that has them cheaper together."""
+        return self.steps(x), self.gain(x)
+
     def bias(self, x: Tensor, layout: Layout, memory: PotentialMemory | None = None) -> PotentialBias:
-        steps = self.steps(x)
+        steps, gain = self.steps_and_gain(x)
         if layout.query_mask is not None:
             steps = steps * layout.query_mask.unsqueeze(1)
         initial = memory.last(layout) if memory is not None else None
         c = prefix_sum(steps, starts=layout.query_starts, initial=initial)
         if memory is not None:
             c = memory.append(c)
-        return PotentialBias(c, self.gain(x), self.kernel)
+        return PotentialBias(c, gain, self.kernel)
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:

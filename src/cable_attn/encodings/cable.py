@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from cable_attn.encodings.alibi import slopes
-from cable_attn.encodings.base import Geometry, HeadLinear, PotentialEncoding
+from cable_attn.encodings.base import Geometry, HeadLinear, PotentialEncoding, together
 from cable_attn.errors import CableError, require_known
 
 INITS = ("paper", "spread")
@@ -79,11 +79,15 @@ class Cable(PotentialEncoding):
             _fill(self.step.bias, torch.ones_like(slope))
             _fill(self.strength.bias, slope.expm1().log())
 
+    def steps_and_gain(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        steps, strength = together(self.step, self.strength, x)
+        return steps.relu(), nn.functional.softplus(strength) + self.gain_floor
+
     def steps(self, x: Tensor) -> Tensor:
-        return self.step(x).relu()
+        return self.steps_and_gain(x)[0]
 
     def gain(self, x: Tensor) -> Tensor:
-        return nn.functional.softplus(self.strength(x)) + self.gain_floor
+        return self.steps_and_gain(x)[1]
 
 
 class KCable(Cable):

@@ -110,14 +110,15 @@ class CableBertModel(CableBertPreTrainedModel):
         if self.encoding is not None:
             x = self.encoding.embed(x, layout)
         x = self.dropout(self.ln(x))
-        hidden_states, attentions = [x], []
+        hidden_states, attentions = [], []
         for layer in self.layers:
+            if output_hidden_states:
+                hidden_states.append(x)
             x, weights = layer(x, layout, self.encoding, need_weights=bool(output_attentions))
-            hidden_states.append(x)
             attentions.append(weights)
         return BaseModelOutput(
             last_hidden_state=x,
-            hidden_states=tuple(hidden_states) if output_hidden_states else None,
+            hidden_states=(*hidden_states, x) if output_hidden_states else None,
             attentions=tuple(attentions) if output_attentions else None,
         )
 

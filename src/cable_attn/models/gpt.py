@@ -140,19 +140,19 @@ class CableGPTModel(CableGPTPreTrainedModel):
         if self.encoding is not None:
             x = self.encoding.embed(x, layout)
         x = self.dropout(x)
-        hidden_states, attentions = [x], []
+        hidden_states, attentions = [], []
         for block in self.h:
+            if output_hidden_states:  # those of a long text are large, and go when nobody wants them
+                hidden_states.append(x)
             x, weights = block(
                 x, layout, self.encoding, past_key_values=past_key_values, need_weights=bool(output_attentions)
             )
-            hidden_states.append(x)
             attentions.append(weights)
         x = self.ln_f(x)
-        hidden_states[-1] = x
         return BaseModelOutputWithPast(
             last_hidden_state=x,
             past_key_values=past_key_values if use_cache else None,
-            hidden_states=tuple(hidden_states) if output_hidden_states else None,
+            hidden_states=(*hidden_states, x) if output_hidden_states else None,
             attentions=tuple(attentions) if output_attentions else None,
         )
 
