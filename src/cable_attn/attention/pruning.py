@@ -36,7 +36,7 @@ LARGE_BLOCK = 512
 """Far away, where nearly everything is dropped, in blocks of so many: a multiple of the small ones."""
 NEAR = 128
 """How many keys before (and after) a block of rows are counted exactly towards Z."""
-WIDE = 64
+WIDE = 32
 """How many blocks of keys are looked at in one step."""
 SLACK = 1.001
 """For the rounding of norms and products."""
