@@ -9,11 +9,13 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 from cable_attn.attention import backward, kernels, pruning
-from cable_attn.attention.tiles import HALF, LOG_KERNEL, SINGLE, Tile
+from cable_attn.attention.tiles import HALF, LOG_KERNEL, SINGLE, Tile, tiles_for
+from cable_attn.encodings import head_kernels
 
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 CABLE = {"CAUSAL": True, "POTENTIAL": True, "GAIN": True, "KERNEL": 0}
@@ -31,7 +33,7 @@ VARIANTS = {
 
 
 def pointer(name: str, data: str, packed: bool) -> str:
-    if name in ("Q", "K", "V", "O", "DO", "DK", "DV", "DQ", "COLS", "ROWS", "MEANS", "LARGE_MEANS"):
+    if name in ("Q", "K", "V", "O", "DO", "DK", "DV", "DQ", "X", "DX", "COLS", "ROWS", "MEANS", "LARGE_MEANS"):
         return f"*{data}"
     if name == "OFF":
         return "*fp64" if packed else "*fp32"
@@ -79,6 +81,7 @@ def jobs(generation: int) -> list[tuple]:
         wanted += [("cable", dim, "fp32", SINGLE[dim]) for dim in (128, 256)]
         wanted += [("k-cable", dim, "bf16", tiles) for (_, dim), tiles in LOG_KERNEL.items()]
         wanted += [(name, 64, "bf16", HALF["sm_90"][64]) for name in VARIANTS if "cable" not in name]
+        wanted += [("toeplitz", dim, "bf16", tiles_for(dim, torch.bfloat16, 2, (9, 0))) for dim in (128, 256)]
     todo = []
     for name, dim, data, tiles in wanted:
         flags = {**CABLE, **PLAIN, **VARIANTS[name], "D": dim, "BD": dim}
@@ -97,9 +100,19 @@ def jobs(generation: int) -> list[tuple]:
         if flags["KERNEL"] >= 2:
             todo.append((backward.backward_table, Tile(64, 64, 4, 2), {**flags, "BLOCK": 64}, data, generation))
     flags = {**CABLE, **PLAIN, "D": 64, "BD": 64, "PRECISION": "tf32", "BM": 64, "BN": 64}
-    flags |= {"SUMS": True, "NEAR_KEYS": 128, "WIDTH": 64, "SLACK_FACTOR": 1.001, "BLOCK": 128, "BK": 64, "LARGE": 512}
+    flags |= {
+        "SUMS": True,
+        "NEAR_KEYS": 128,
+        "WIDTH": pruning.WIDE,
+        "SLACK_FACTOR": 1.001,
+        "BLOCK": 128,
+        "BK": 64,
+        "LARGE": 512,
+    }
+    flags |= {"CHUNK_TOKENS": 512, "BT": 64, "BC": 64}
     small = [kernels.split_potential, backward.potential_columns, backward.row_dots] if hopper else []
     small += [pruning._summarise, pruning._bounds, pruning._rows] if hopper else []
+    small += [head_kernels._product, head_kernels._gradient_of_x, head_kernels._gradient_of_weight] if hopper else []
     return todo + [(kernel, Tile(64, 64, 4, 1), flags, "bf16", generation) for kernel in small]
 
 

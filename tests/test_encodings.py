@@ -12,6 +12,7 @@ from cable_attn import ENCODINGS, CableBertForMaskedLM, CableError, CableGPTForC
 from cable_attn.attention import attend, make_call
 from cable_attn.encodings import Geometry, find_encoding
 from cable_attn.encodings.cable import Cable
+from cable_attn.encodings.head_linear import project
 from cable_attn.layout import Layout
 
 from . import oracle
@@ -391,3 +392,25 @@ def test_an_adapter_on_the_gain_is_heard():
     encoding.strength = plain
     plain.register_forward_hook(lambda module, args, output: output + 1)
     assert (encoding.steps_and_gain(x)[1] > before).all()
+
+
+@pytest.mark.parametrize(("batch", "length", "features", "outputs"), [(2, 75, 96, 6), (3, 1, 64, 16), (1, 600, 40, 33)])
+def test_products_of_pieces_are_those_of_fp32(batch, length, features, outputs):
+    pytest.importorskip("triton")
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(batch, length, features, generator=generator).half().requires_grad_()  # its interpreter has no bf16
+    weight = torch.randn(outputs, features, generator=generator).requires_grad_()
+    upstream = torch.randn(batch, outputs, length, generator=generator)
+    exact = weight.double() @ x.double().mT
+    got = project(x, weight)
+    assert got.dtype == torch.float32
+    assert_close(got, exact, 1e-6)
+    of_x, of_weight = torch.autograd.grad(got, [x, weight], upstream)
+    exact_of_x, exact_of_weight = torch.autograd.grad(exact, [x, weight], upstream.double())
+    assert_close(of_x, exact_of_x, 2**-10)
+    assert_close(of_weight, exact_of_weight, 1e-6)
+    torch.library.opcheck(project, (x, weight))
+
+
+def assert_close(got, exact, precision):
+    torch.testing.assert_close(got.double(), exact.double(), rtol=0, atol=precision * float(exact.abs().max()))

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cable_attn.devices import widest
 from cable_attn.errors import CableError, require_known
 
 Index = int | Tensor
@@ -98,11 +99,6 @@ class FunctionBias(Bias):
 
     def rows(self, i: Tensor, j: Tensor, query_start: Index = 0) -> Tensor:
         return self.function(i, j, query_start)
-
-
-def widest(device: torch.device) -> torch.dtype:
-    """float64, except on Apple's GPUs, which have none."""
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 @torch.library.custom_op("cable_attn::running_sum", mutates_args=())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -9,6 +11,8 @@ from cable_attn import CableGPTForCausalLM, PotentialBias, attention
 from cable_attn.attention import fused, make_call
 from cable_attn.attention.reference import weights
 from cable_attn.bias import FunctionBias, ToeplitzBias
+from cable_attn.encodings import Geometry
+from cable_attn.encodings.cable import Cable
 from cable_attn.layout import Layout
 from tests.conftest import small_gpt, stir
 
@@ -161,3 +165,22 @@ def test_training_follows_the_reference():
             losses[backend].append(loss.item())
     assert losses["triton"][-1] < 0.5 * losses["triton"][0]
     assert max(abs(a - b) for a, b in zip(losses["triton"], losses["reference"])) < 0.1
+
+
+@pytest.mark.parametrize("length", [1, 1000])
+def test_training_in_bfloat16_keeps_steps_and_gains_exact(length):
+    encoding = Cable(Geometry(hidden_size=768, num_heads=12, head_dim=64, max_length=1024)).cuda()
+    x = torch.randn(2, length, 768, device="cuda").bfloat16().float().requires_grad_()
+    noise = torch.randn(2, 2, 12, length, device="cuda")
+
+    def run(encoding, x):
+        steps, gain = encoding.steps_and_gain(x)
+        loss = (steps * noise[0] + gain * noise[1]).sum()
+        return [steps, gain, *torch.autograd.grad(loss, [x, *encoding.parameters()])]
+
+    exact = run(copy.deepcopy(encoding).double(), x.detach().double().requires_grad_())
+    with torch.autocast("cuda", torch.bfloat16):
+        got = run(encoding, x)
+    for index, (one, other) in enumerate(zip(got, exact)):
+        precision = 2**-8 if index == 2 else 1e-5  # the gradient of x is as exact as x
+        torch.testing.assert_close(one.double(), other, rtol=0, atol=precision * float(other.abs().max()))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from cable_attn.attention.call import BLOCK_ELEMENTS, Call
 from cable_attn.attention.tiles import INTERPRETED, USES_COLUMNS, Tile, Tiles, generation, tiles_for
 from cable_attn.bias import Bias, FunctionBias, PotentialBias, ToeplitzBias
+from cable_attn.devices import current
 
 NAME = "triton"
 INSTALLED = importlib.util.find_spec("triton") is not None
@@ -226,7 +226,7 @@ def _forward(
     batch, heads, queries, dim = q.shape
     out = torch.empty(batch, queries, heads, dim, device=q.device, dtype=q.dtype).transpose(1, 2)
     lse = torch.empty(batch, heads, queries, device=q.device, dtype=torch.float32)
-    with _on(q.device):
+    with current(q.device):
         off, base = _split(q, c, packed=document_ids is not None, table=kernel >= TOEPLITZ)
         problem = _Problem(q, k, off, base, g, key_mask, document_ids, scale, causal, start, window, kernel, prune)
         lo, hi = pruning.live_keys(problem, document_ids, prune) if prune > 0 else (_none(q), _none(q))
@@ -298,7 +298,7 @@ def _backward(
     numbers = (
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *problem.sizes, scale, scale * LOG2E,
     )  # fmt: skip
-    with _on(q.device):
+    with current(q.device):
         backward.row_dots[(_blocks(queries, 64), batch * heads)](
             out, do, lse, *problem.bias, delta, shift, own, rows, *out.stride()[:3], *do.stride()[:3],
             heads, queries, problem.keys, start, scale, BM=64, num_warps=4, SUMS=flags["SUMS"],
@@ -433,13 +433,6 @@ def _none(q: Tensor) -> Tensor:
 @cache
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
-
-
-def _on(device: torch.device) -> Any:
-    """Kernels start on the current device, which may not be the tensors'."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(device)
 
 
 def padded(dim: int) -> int:

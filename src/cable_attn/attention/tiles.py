@@ -62,6 +62,10 @@ LOG_KERNEL: dict[tuple[str, int], Tiles] = {
 }
 """Better tiles for K-CABLE, which does more with each score."""
 
+TABLES: dict[tuple[str, int], Tiles] = {("sm_90", 128): LOG_KERNEL["sm_90", 128]}
+TABLES["sm_100", 128] = TABLES["sm_90", 128]
+"""For a table of biases, of which each tile needs its part in shared memory."""
+
 SINGLE: dict[int, Tiles] = {
     dim: Tiles(Tile(32, 32, 4, 1, False), Tile(32, 32, 4, 1, False), Tile(32, 32, 4, 1, False))
     for dim in (16, 32, 64, 128)
@@ -105,4 +109,6 @@ def tiles_for(dim: int, dtype: torch.dtype, kernel: int, capability: tuple[int, 
     name = generation(capability)
     if kernel == 1 and (name, dim) in LOG_KERNEL:
         return LOG_KERNEL[name, dim]
+    if kernel > 1 and (name, dim) in TABLES:
+        return TABLES[name, dim]
     return HALF[name][dim]

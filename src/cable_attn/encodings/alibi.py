@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cable_attn.bias import PotentialBias, widest
+from cable_attn.bias import PotentialBias
+from cable_attn.devices import widest
 from cable_attn.encodings.base import Encoding, PotentialMemory
 from cable_attn.layout import Layout
 

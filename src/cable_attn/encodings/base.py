@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cable_attn.bias import Bias, PotentialBias, prefix_sum
-from cable_attn.errors import CableError, unknown
+from cable_attn.errors import unknown
 from cable_attn.layout import Layout
 
 
@@ -76,61 +76,6 @@ class Encoding(nn.Module):
     @classmethod
     def serves_all_layers(cls, options: Mapping[str, Any]) -> bool:
         return not cls.per_layer
-
-
-class HeadLinear(nn.Linear):
-    """One number per head from each token, in fp32 (fp64 for fp64 models) whatever autocast or the model's dtype say.
-
-    With ``per_head_input`` head h reads only its own slice of x.
-    """
-
-    def __init__(self, geometry: Geometry, per_head_input: bool = False):
-        if per_head_input and geometry.hidden_size != geometry.num_heads * geometry.head_dim:
-            raise CableError(
-                f"per_head_input needs hidden_size = heads × head_dim, got {geometry.hidden_size} and "
-                f"{geometry.num_heads} × {geometry.head_dim}."
-            )
-        super().__init__(geometry.head_dim if per_head_input else geometry.hidden_size, geometry.num_heads)
-        self.per_head_input = per_head_input
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=0.02)
-        nn.init.zeros_(self.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [B, T, C] → [B, H, T]."""
-        if not self.per_head_input:
-            return _wide_linear(x, self.weight, self.bias)
-        wide = at_least_float32(x.dtype)
-        with torch.autocast(x.device.type, enabled=False):
-            weight, bias = self.weight.to(wide), self.bias.to(wide)
-            return torch.einsum("bthd,hd->bht", x.to(wide).unflatten(-1, weight.shape), weight) + bias[:, None]
-
-
-def together(first: nn.Module, second: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The outputs of two :class:`HeadLinear` from one pass over x, which is what they cost.
-
-    A layer that something has wrapped or changed (an adapter, a hook, quantisation) is called as it is.
-    """
-    layers: tuple[Any, ...] = (first, second)
-    if not all(_is_plain(layer) for layer in layers):
-        return first(x), second(x)
-    weight, bias = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
-    left, right = _wide_linear(x, weight, bias).split([layer.out_features for layer in layers], dim=1)
-    return left, right
-
-
-def _is_plain(layer: Any) -> bool:
-    if type(layer) is not HeadLinear or layer.per_head_input:
-        return False
-    return not layer._forward_hooks and not layer._forward_pre_hooks
-
-
-def _wide_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """x [B, T, C] → [B, outputs, T], in fp32 or better."""
-    wide = at_least_float32(x.dtype)
-    with torch.autocast(x.device.type, enabled=False):
-        return nn.functional.linear(x.to(wide), weight.to(wide), bias.to(wide)).transpose(1, 2).contiguous()
 
 
 class PotentialEncoding(Encoding):

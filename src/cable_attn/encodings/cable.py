@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from cable_attn.encodings.alibi import slopes
-from cable_attn.encodings.base import Geometry, HeadLinear, PotentialEncoding, together
+from cable_attn.encodings.base import Geometry, PotentialEncoding
+from cable_attn.encodings.head_linear import HeadLinear, together
 from cable_attn.errors import CableError, require_known
 
 INITS = ("paper", "spread")

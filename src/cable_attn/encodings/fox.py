@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from cable_attn.encodings.base import Geometry, HeadLinear, PotentialEncoding
+from cable_attn.encodings.base import Geometry, PotentialEncoding
+from cable_attn.encodings.head_linear import HeadLinear
 
 
 class Fox(PotentialEncoding):

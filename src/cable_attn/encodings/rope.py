@@ -16,7 +16,7 @@ import math
 import torch
 from torch import Tensor
 
-from cable_attn.bias import widest
+from cable_attn.devices import widest
 from cable_attn.encodings.base import Encoding, Geometry, at_least_float32
 from cable_attn.errors import CableError, require_known
 from cable_attn.layout import Layout

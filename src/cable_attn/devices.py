@@ -1,0 +1,20 @@
+"""What depends on the device."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """float64, except on Apple's GPUs, which have none."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def current(device: torch.device) -> Any:
+    """Triton's kernels start on the current device, which may not be the tensors'."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)

@@ -1,0 +1,111 @@
+"""One number per head from each token, in fp32: what steps and gains are made of.
+
+While a model trains in bfloat16 on a GPU, x is rounded as for every other projection, but the weights are not: the
+tensor cores add up products of bfloat16 pieces of them, which is what an fp32 product would give, without a copy of x
+in fp32 and at the speed of memory.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cable_attn.devices import current
+from cable_attn.encodings.base import Geometry, at_least_float32
+from cable_attn.errors import CableError
+
+TRITON = importlib.util.find_spec("triton") is not None
+
+
+class HeadLinear(nn.Linear):
+    """x [B, T, C] → [B, H, T], in fp32 (fp64 for fp64 models) whatever autocast or the model's dtype say.
+
+    With ``per_head_input`` head h reads only its own slice of x.
+    """
+
+    def __init__(self, geometry: Geometry, per_head_input: bool = False):
+        if per_head_input and geometry.hidden_size != geometry.num_heads * geometry.head_dim:
+            raise CableError(
+                f"per_head_input needs hidden_size = heads × head_dim, got {geometry.hidden_size} and "
+                f"{geometry.num_heads} × {geometry.head_dim}."
+            )
+        super().__init__(geometry.head_dim if per_head_input else geometry.hidden_size, geometry.num_heads)
+        self.per_head_input = per_head_input
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.02)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.per_head_input:
+            return _linear(x, self.weight, self.bias)
+        wide = at_least_float32(x.dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            weight, bias = self.weight.to(wide), self.bias.to(wide)
+            return torch.einsum("bthd,hd->bht", x.to(wide).unflatten(-1, weight.shape), weight) + bias[:, None]
+
+
+def together(first: nn.Module, second: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The outputs of two :class:`HeadLinear` from one pass over x, which is what they cost.
+
+    A layer that something has wrapped or changed (an adapter, a hook, quantisation) is called as it is.
+    """
+    layers: tuple[Any, ...] = (first, second)
+    if not all(_is_plain(layer) for layer in layers):
+        return first(x), second(x)
+    weight, bias = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
+    left, right = _linear(x, weight, bias).split([layer.out_features for layer in layers], dim=1)
+    return left, right
+
+
+def _is_plain(layer: Any) -> bool:
+    if type(layer) is not HeadLinear or layer.per_head_input:
+        return False
+    return not layer._forward_hooks and not layer._forward_pre_hooks
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    wide = at_least_float32(x.dtype)
+    trains_in_bfloat16 = _trains_in_bfloat16(x)
+    with torch.autocast(x.device.type, enabled=False):
+        weight, bias = weight.to(wide), bias.to(wide)
+        if trains_in_bfloat16:
+            return project(x.to(torch.bfloat16).contiguous(), weight.contiguous()) + bias[:, None]
+        return nn.functional.linear(x.to(wide), weight, bias).transpose(1, 2).contiguous()
+
+
+def _trains_in_bfloat16(x: Tensor) -> bool:
+    if x.device.type != "cuda" or not torch.is_grad_enabled() or not TRITON:
+        return False
+    if x.dtype == torch.float32 and torch.is_autocast_enabled("cuda"):
+        return torch.get_autocast_dtype("cuda") == torch.bfloat16
+    return x.dtype == torch.bfloat16
+
+
+@torch.library.custom_op("cable_attn::project", mutates_args=())
+def project(x: Tensor, weight: Tensor) -> Tensor:
+    """x [B, T, C] in a low precision times weight [n, C] in fp32, as exact as in fp32: [B, n, T]."""
+    from cable_attn.encodings import head_kernels
+
+    with current(x.device):
+        return head_kernels.product(x, weight)
+
+
+@torch.library.custom_op("cable_attn::project_backward", mutates_args=())
+def _project_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of x, as exact as x is, and of the weight."""
+    from cable_attn.encodings import head_kernels
+
+    with current(x.device):
+        return head_kernels.gradients(grad.contiguous(), x, weight)
+
+
+project.register_fake(lambda x, weight: weight.new_empty(x.shape[0], weight.shape[0], x.shape[1]))
+_project_backward.register_fake(lambda grad, x, weight: (torch.empty_like(x), torch.empty_like(weight)))
+project.register_autograd(
+    lambda ctx, grad: _project_backward(grad, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
