@@ -6,7 +6,8 @@ Run in a process of its own (the kernels must be imported without the interprete
 from __future__ import annotations
 
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -116,10 +117,16 @@ def jobs(generation: int) -> list[tuple]:
     return todo + [(kernel, Tile(64, 64, 4, 1), flags, "bf16", generation) for kernel in small]
 
 
+def problem(generation: int, index: int) -> str | None:
+    return build(*jobs(generation)[index])
+
+
 if __name__ == "__main__":
-    todo = jobs(int(sys.argv[1]))
-    with ThreadPoolExecutor(2) as pool:
-        wrong = [problem for problem in pool.map(lambda job: build(*job), todo) if problem]
-    print(f"{len(todo)} kernels, {len(wrong)} wrong")
+    generation = int(sys.argv[1])
+    count = len(jobs(generation))
+    with ProcessPoolExecutor(2) as pool:  # Triton's compiler does not like threads
+        found = list(pool.map(partial(problem, generation), range(count)))
+    wrong = [told for told in found if told]
+    print(f"{count} kernels, {len(wrong)} wrong")
     print("\n".join(wrong))
     sys.exit(bool(wrong))

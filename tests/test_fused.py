@@ -324,7 +324,9 @@ def test_a_bias_too_large_to_write_out_is_left_to_others(monkeypatch):
 def test_a_model_runs_and_compiles_on_the_fused_operator(encoding):
     """Same loss and gradients as the reference, in eager mode and as one graph."""
     text = torch.randint(0, 97, (1, 20))
-    model = stir(CableGPTForCausalLM(small_gpt(encoding, num_attention_heads=2, num_hidden_layers=1)))
+    model = stir(
+        CableGPTForCausalLM(small_gpt(encoding, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1))
+    )
     results = {}
     for how in ("reference", "triton", "compiled"):
         model.config.attention_backend = "triton" if how == "compiled" else how

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import lzma
 import math
+import shutil
 import subprocess
 import sys
 
@@ -13,13 +15,18 @@ import pytest
 from sentence_transformers import SentenceTransformer
 from typer.testing import CliRunner
 
-from cable_attn import CableError, pretraining, recipe
+from cable_attn import CableError, pretraining, recipe, study
 from cable_attn.cli import app
+from cable_attn.retrieval import cell, evaluation, training
 from cable_attn.retrieval import encoder as encoders
-from cable_attn.retrieval import evaluation, training
-from cable_attn.retrieval.collection import Collection, read_collection
+from cable_attn.retrieval.collection import Collection, find_collection, read_collection
 from cable_attn.retrieval.embedded import write_embedded
 from cable_attn.retrieval.search import read_library, search
+
+BERT = [
+    "overrides={hidden_size = 32, num_hidden_layers = 2, num_attention_heads = 2, hidden_dropout = 0.0}",
+    "vocab_size=1000", "length=64", "micro_batch=8", "tokens_per_update=512", "steps=30", "warmup_steps=3",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +40,7 @@ def embedded(tmp_path_factory):
 def bert(tmp_path_factory):
     """A small encoder after a few updates of masked-token training on the embedded corpus."""
     folder = tmp_path_factory.mktemp("bert") / "run"
-    overrides = "overrides={hidden_size = 32, num_hidden_layers = 2, num_attention_heads = 2, hidden_dropout = 0.0}"
-    settings = ["vocab_size=1000", "length=64", "micro_batch=8", "tokens_per_update=512", "steps=30", "warmup_steps=3"]
-    pretraining.run(recipe.load("bert-embedded", [overrides, *settings]), folder)
+    pretraining.run(recipe.load("bert-embedded", BERT), folder)
     return folder
 
 
@@ -117,12 +122,16 @@ def test_metrics_equal_their_definition():
     assert measured["mrr"] == pytest.approx(0.25) and measured["recall@100"] == pytest.approx(0.5)
 
 
-def test_search_by_product_is_exact_and_passes_over_the_empty():
+@pytest.mark.parametrize("search", ["product", "faiss"])
+def test_search_is_exact_and_passes_over_the_empty(search, monkeypatch):
+    if search == "faiss":
+        pytest.importorskip("faiss")
+    monkeypatch.setattr(evaluation, "QUERIES", 2)
     rng = np.random.default_rng(0)
     documents, queries = rng.normal(size=(7, 5)).astype("f"), rng.normal(size=(3, 5)).astype("f")
     documents[2] = 0
     found = Collection("c", dict.fromkeys("abcdefg", "x"), dict.fromkeys("pqr", "x"), {}, [])
-    ranking = evaluation.by_vectors(found, documents, queries, block=2)
+    ranking = evaluation.by_vectors(found, documents, queries, search)
     for query, vector in zip("pqr", queries):
         scores = {name: float(documents[n] @ vector) for n, name in enumerate("abcdefg") if name != "c"}
         assert ranking[query] == pytest.approx(scores)
@@ -147,6 +156,43 @@ def test_odd_collections_are_told(tmp_path):
     assert "1 documents are empty" in told and "'nowhere'" in told and "'nobody'" in told
 
 
+MLDR = {
+    "corpus": b'{"docid": "a", "text": "long"}\n{"docid": "b", "text": "longer"}\n',
+    "test": b'{"query_id": "q", "query": "what", "positive_passages": [{"docid": "b", "text": "longer"}]}\n',
+}
+
+
+def test_mldr_from_its_own_files(tmp_path):
+    for name, lines in MLDR.items():
+        (tmp_path / f"{name}.jsonl.gz").write_bytes(gzip.compress(lines))
+    found = find_collection(str(tmp_path))
+    assert found.documents == {"a": "long", "b": "longer"}
+    assert found.queries == {"q": "what"} and found.relevant == {"q": {"b": 1}}
+    (tmp_path / "test.jsonl.gz").write_bytes(gzip.compress(b'{"query_id": 1}\n'))
+    with pytest.raises(CableError, match=r"test.jsonl.gz, line 1: wanted an object with the text query_id"):
+        find_collection(str(tmp_path))
+
+
+def test_mldr_from_the_hub_through_mteb(monkeypatch):
+    mteb = pytest.importorskip("mteb")
+    with pytest.raises(CableError, match=r"the hub cannot give 'mteb/MultiLongDocRetrieval'.*give the folder"):
+        find_collection("mldr")
+    split = {
+        "corpus": [{"id": "a", "text": "long", "title": "Title"}],
+        "queries": [{"id": "q", "text": "what"}],
+        "relevant_docs": {"q": {"a": 1}},
+    }
+
+    def load(task):
+        assert task.hf_subsets == ["en"]
+        task.dataset = {"en": {"test": split}}
+
+    monkeypatch.setattr(mteb.get_task("MultiLongDocRetrieval").__class__, "load_data", load)
+    found = find_collection("mldr")
+    assert found.documents == {"a": "Title long"} and found.queries == {"q": "what"}
+    assert found.relevant == {"q": {"a": 1}}
+
+
 @pytest.mark.parametrize(
     ("corpus", "queries", "judged", "words"),
     [
@@ -155,7 +201,7 @@ def test_odd_collections_are_told(tmp_path):
         (b"{\n", QUERY, b"q\ta\t1\n", "line 1: is not JSON"),
         (DOCUMENT, b'{"_id": "q", "text": "\xff"}\n', b"q\ta\t1\n", "queries.jsonl, line 1: is not UTF-8 (byte 22)"),
         (DOCUMENT, QUERY, b"q a 1\n", "test.tsv, line 2: wanted query, document"),
-        (DOCUMENT, QUERY, b"q\ta\t0\n", "no query of queries.jsonl has a relevant document"),
+        (DOCUMENT, QUERY, b"q\ta\t0\n", "none of its queries has a relevant document"),
         (b"", QUERY, b"q\ta\t1\n", "has no document"),
     ],
 )
@@ -270,3 +316,61 @@ def test_a_search_that_cannot_be_done_is_told(folder, retriever, tmp_path):
         search(read_library(folder), " ", str(retriever))
     with pytest.raises(CableError, match="is not an encoder"):
         encoders.load_encoder(str(folder))
+
+
+def test_a_study_pre_trains_fine_tunes_and_searches(bert, embedded, tmp_path, monkeypatch):
+    """Masked tokens, triplets, documents at two lengths, BM25 beside; the second call only makes the table."""
+    shutil.copytree(bert, tmp_path / "taught" / "cable-0")
+    (tmp_path / "small.toml").write_text(f"""
+title = "A test"
+recipe = "bert-embedded"
+encodings = ["cable"]
+lengths = [64, 256]
+trained_by = "taught"
+overrides = [{", ".join(json.dumps(setting) for setting in BERT)}]
+
+[retrieval]
+triplets = "{embedded / "triplets.jsonl"}"
+collections = ["embedded"]
+limit = 64
+batch_size = 16
+max_length = 64
+""")
+    command = ["study", "run", str(tmp_path / "small.toml"), "--out", str(tmp_path / "study")]
+    monkeypatch.setattr(cell, "run", watched := Watched(cell.run))
+    for _ in range(2):
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 0, done.output
+    assert watched.calls == 1
+    found = json.loads((tmp_path / "study" / "cable-0" / "evaluation.json").read_text())
+    rows = found["retrieval"]["embedded"]["rows"]
+    assert [row["max_length"] for row in rows] == [64, 256] and found["fine_tuning"]["triplets"] == 64
+    again = evaluation.evaluate(find_collection("embedded"), str(tmp_path / "study" / "cable-0" / "retriever"), [256])
+    assert again[0]["ndcg@10"] == pytest.approx(rows[1]["ndcg@10"])
+    table = (tmp_path / "study" / "table.md").read_text()
+    assert f"{100 * rows[1]['ndcg@10']:.2f}" in table and "bm25" in table
+    assert (tmp_path / "study" / "contrastive.png").exists()
+
+
+class Watched:
+    def __init__(self, function):
+        self.function, self.calls = function, 0
+
+    def __call__(self, *args, **kwargs):
+        self.calls += 1
+        return self.function(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("recipe_name", "section", "words"),
+    [
+        ("gpt-embedded", "", "[retrieval] is for encoders, and cable-0 is a GPT"),
+        ("bert-embedded", "triplet = 1", "unknown key of [retrieval] 'triplet'"),
+    ],
+)
+def test_bad_retrieval_studies_are_named(recipe_name, section, words, tmp_path):
+    text = f'recipe = "{recipe_name}"\nencodings = ["cable"]\nlengths = [64]\n[retrieval]\n{section}\n'
+    (tmp_path / "bad.toml").write_text(text)
+    with pytest.raises(CableError) as error:
+        study.load(str(tmp_path / "bad.toml"))
+    assert words in str(error.value)

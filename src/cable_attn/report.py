@@ -109,12 +109,14 @@ def passkey_figure(rows: list[dict[str, Any]], stem: Path) -> list[Path]:
     return _save(figure, stem)
 
 
-def loss_figure(curves: Mapping[str, list[tuple[int, float]]], stem: Path, what: str = "training loss") -> list[Path]:
-    """Loss against tokens seen, a line for each name, as PNG and SVG."""
+def loss_figure(
+    curves: Mapping[str, list[tuple[int, float]]], stem: Path, what: str = "training loss", seen: str = "tokens"
+) -> list[Path]:
+    """Loss against what was seen, a line for each name, as PNG and SVG."""
     figure, axes = _pyplot().subplots(figsize=(6.4, 4.2), layout="constrained")
     for n, (name, curve) in enumerate(curves.items()):
         axes.plot(*zip(*curve), label=name, color=COLOURS[n % len(COLOURS)], linewidth=1.2)
-    axes.set_xlabel("tokens seen in training")
+    axes.set_xlabel(f"{seen} seen in training")
     axes.set_ylabel(what)
     axes.grid(axis="y", color="0.92")
     axes.spines[["top", "right"]].set_visible(False)

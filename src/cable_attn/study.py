@@ -29,6 +29,8 @@ from cable_attn.evaluation import checkpoint_hash, evaluate, find_held_out
 from cable_attn.files import read_json, writable_folder, write_json
 from cable_attn.models.loading import load_model, tokenizer_of
 from cable_attn.recipe import Recipe
+from cable_attn.retrieval import cell as retrieval_cell
+from cable_attn.retrieval.cell import Retrieval
 from cable_attn.training import last_complete_checkpoint
 
 try:
@@ -38,6 +40,7 @@ except ImportError:  # Windows has no such locks
 
 EVALUATION = "evaluation.json"
 FAILURE = "failure.txt"
+BASELINE = "bm25.json"
 CURVE_POINTS = 200
 H100 = 989e12 * 0.35
 """What one H100 makes of its peak in training, for estimates."""
@@ -82,6 +85,8 @@ class Study:
     """The entry of paper.json that has the paper's numbers."""
     trained_by: str = ""
     """Another study whose models are read here, from the folder beside this one."""
+    retrieval: Retrieval | None = None
+    """Encoders only: fine-tune them and search."""
 
     def cells(self) -> list[Cell]:
         return [Cell(self, variant, seed) for variant in self.variants for seed in self.seeds]
@@ -107,7 +112,9 @@ class Cell:
 
     def settings(self) -> dict[str, Any]:
         """All that its results depend on."""
-        return {"recipe": asdict(self.recipe()), "reading": asdict(self.study.reading), "lengths": self.study.lengths}
+        study = self.study
+        known = {"recipe": asdict(self.recipe()), "reading": asdict(study.reading), "lengths": study.lengths}
+        return known if study.retrieval is None else {**known, "retrieval": asdict(study.retrieval)}
 
 
 def builtin() -> list[str]:
@@ -141,6 +148,8 @@ def check(study: Study) -> None:
     paper(study.paper)
     for cell in study.cells():
         pretraining.plan(cell.recipe())
+        if study.retrieval is not None and cell.recipe().model.family != "bert":
+            raise CableError(f"study {study.name!r}: [retrieval] is for encoders, and {cell.name} is a GPT.")
 
 
 def from_tree(name: str, tree: dict[str, Any], overrides: list[str]) -> Study:
@@ -148,14 +157,20 @@ def from_tree(name: str, tree: dict[str, Any], overrides: list[str]) -> Study:
     variants = {encoding: [f"encoding={encoding}"] for encoding in tree.pop("encodings", [])}
     for variant, own in tree.pop("variants", {}).items():
         variants[variant] = [*variants.get(variant, []), *own]
-    reading = tree.pop("reading", {})
-    _require_keys("study", tree, [f.name for f in fields(Study) if f.name not in ("name", "variants", "reading")])
-    _require_keys("reading", reading, [f.name for f in fields(Reading)])
+    parts = {"reading": tree.pop("reading", {}), "retrieval": tree.pop("retrieval", None)}
+    own = [f.name for f in fields(Study) if f.name not in ("name", "variants", *parts)]
+    _require_keys("study", tree, own)
+    _require_keys("reading", parts["reading"], [f.name for f in fields(Reading)])
+    _require_keys("retrieval", parts["retrieval"] or {}, [f.name for f in fields(Retrieval)])
+    retrieval = None if parts["retrieval"] is None else Retrieval(**parts["retrieval"])
     missing = [key for key in ("recipe", "lengths") if key not in tree] + ([] if variants else ["encodings"])
     if missing:
         raise CableError(f"study {name!r} lacks {', '.join(missing)}.")
     tree["overrides"] = [*tree.get("overrides", []), *overrides]
-    return Study(name=name, title=tree.pop("title", name), variants=variants, reading=Reading(**reading), **tree)
+    return Study(
+        name=name, title=tree.pop("title", name), variants=variants, reading=Reading(**parts["reading"]),
+        retrieval=retrieval, **tree,
+    )  # fmt: skip
 
 
 def _require_keys(what: str, tree: dict[str, Any], known: list[str]) -> None:
@@ -233,7 +248,7 @@ def run_cell(cell: Cell, out: Path, watch: Watcher | None = None) -> dict[str, A
         folder.mkdir(exist_ok=True)
         with _alone(folder):
             check_reading(cell)
-            result = _read(cell, _trained(cell, out, watch), watch)
+            result = _read(cell, _trained(cell, out, watch), folder, watch)
             write_json(folder / EVALUATION, result)
         (folder / FAILURE).unlink(missing_ok=True)
     _tell(watch, cell, "done", 1.0)
@@ -260,6 +275,9 @@ def _alone(folder: Path) -> Iterator[None]:
 def check_reading(cell: Cell) -> None:
     """What reading will need, before hours of training."""
     reading, lengths = cell.study.reading, cell.study.lengths
+    if cell.study.retrieval is not None:
+        retrieval_cell.check(cell.study.retrieval)
+        return
     path = reading.path or cell.recipe().data.path
     if reading.stride and reading.stride > min(lengths):
         raise CableError(f"reading.stride={reading.stride} is longer than the shortest length, {min(lengths)}.")
@@ -336,7 +354,8 @@ def _train(cell: Cell, folder: Path, watch: Watcher | None) -> None:
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 
 
-def _read(cell: Cell, folder: Path, watch: Watcher | None) -> dict[str, Any]:
+def _read(cell: Cell, folder: Path, own: Path, watch: Watcher | None) -> dict[str, Any]:
+    """``folder``: the trained model's; ``own``: the cell's."""
     study, recipe = cell.study, cell.recipe()
     result: dict[str, Any] = {
         "cell": cell.name,
@@ -347,7 +366,13 @@ def _read(cell: Cell, folder: Path, watch: Watcher | None) -> dict[str, Any]:
         "training": _training(folder),
         **environment(),
     }
-    if recipe.model.family == "bert":  # the loss of its training is all there is to read
+    if study.retrieval is not None:
+
+        def on_share(what: str, share: float) -> None:
+            _tell(watch, cell, what, share)
+
+        result |= retrieval_cell.run(folder, own, study.retrieval, study.lengths, cell.seed, on_share)
+    if recipe.model.family == "bert":  # otherwise the loss of its training is all there is to read
         return {**result, "results": []}
     model = load_model(folder).to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
     reading = study.reading
@@ -398,6 +423,27 @@ def by_variant(rows: Sequence[dict[str, Any]], key: str = "perplexity") -> dict[
         for result in row["results"]:
             if key in result:
                 lengths.setdefault(result["length"], []).append(result[key])
+    return table
+
+
+def add_baseline(study: Study, out: Path) -> None:
+    """BM25 on the study's collections, once."""
+    if study.retrieval is not None and baseline(out).keys() != set(study.retrieval.collections):
+        write_json(out / BASELINE, retrieval_cell.baseline(study.retrieval.collections))
+
+
+def baseline(out: Path) -> dict[str, dict[str, float]]:
+    return read_json(out / BASELINE) if (out / BASELINE).exists() else {}
+
+
+def found_documents(rows: Sequence[dict[str, Any]], collection: str) -> dict[str, dict[int, list[float]]]:
+    """variant → length → 100 × nDCG@10 of all seeds; lengths that a variant cannot read are absent."""
+    table: dict[str, dict[int, list[float]]] = {}
+    for row in rows:
+        lengths = table.setdefault(row["variant"], {})
+        for result in row["retrieval"][collection]["rows"]:
+            if "ndcg@10" in result:
+                lengths.setdefault(result["max_length"], []).append(100 * result["ndcg@10"])
     return table
 
 

@@ -66,9 +66,11 @@ def make_call(
     softcap: float | None = None,
     mix: Callable[[Tensor, Tensor | None, Tensor, Tensor], Tensor] | None = None,
     prune: float | None = None,
+    together: Tensor | None = None,
 ) -> Call:
     """A checked call, for callers that share one layout between many layers."""
-    call = Call(q, k, v, bias, layout, q.shape[-1] ** -0.5 if scale is None else scale, dropout, softcap, mix, prune)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    call = Call(q, k, v, bias, layout, scale, dropout, softcap, mix, prune, together)
     check(call)
     return call
 

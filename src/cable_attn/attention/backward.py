@@ -223,13 +223,16 @@ def _keys_step(dk, dv, dc, k, v, off, key_base, columns, ones, j, Q, DO, OFF, BA
 
 
 @triton.jit
-def backward_keys(Q, K, V, OFF, BASE, G, COLS, DO, SHIFT, DELTA, OWN, ROWS, DK, DV, DC, KMASK, DOCS, BEGIN, END, sqb, sqh, sqt, skb,
+def backward_keys(Q, K, V, OFF, BASE, G, COLS, DO, SHIFT, DELTA, OWN, ROWS, DK, DV, DC, KMASK, DOCS, BEGIN, END, sgb, sgh, sgt, sqb, sqh, sqt, skb,
                   skh, skt, svb, svh, svt, sdob, sdoh, sdot, H, GROUP: tl.constexpr, Tq, Tk, start, window, scale, scale2,
                   D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
                   POTENTIAL: tl.constexpr, GAIN: tl.constexpr, KERNEL: tl.constexpr, WINDOW: tl.constexpr,
                   PADDED: tl.constexpr, PACKED: tl.constexpr, BOUNDED: tl.constexpr, NEED_C: tl.constexpr,
                   FOLD: tl.constexpr, SUMS: tl.constexpr, LATE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """dk, dv and the keys' part of dc for one block of BN keys, over all queries of all heads that share them."""
+    """dk, dv and the keys' part of dc for one block of BN keys, over all queries of all heads that share them.
+
+    sgb, sgh, sgt: strides of dk and of dv.
+    """
     pn, bk = _program(BOUNDED)
     n0 = pn * BN
     key_heads = H // GROUP
@@ -318,7 +321,7 @@ def backward_keys(Q, K, V, OFF, BASE, G, COLS, DO, SHIFT, DELTA, OWN, ROWS, DK, 
             if KERNEL == LOG_KERNEL:
                 dc = dc * -2.0
             tl.store(DC + bh * Tk + j, dc, mask=j < Tk)
-    rows = (bk.to(tl.int64) * Tk + j64)[:, None] * D + od[None, :]
+    rows = b * sgb + hk * sgh + j64[:, None] * sgt + od[None, :]
     tl.store(DK + rows, (dk * scale).to(DK.dtype.element_ty), mask=mask)
     tl.store(DV + rows, dv.to(DV.dtype.element_ty), mask=mask)
 
@@ -389,7 +392,7 @@ def _queries_step(dq, dg, rows, q, do, g, ci, shift, delta, base, columns, K, V,
 
 
 @triton.jit
-def backward_queries(Q, K, V, OFF, BASE, G, COLS, DO, SHIFT, DELTA, OWN, ROWS, DQ, DG, DC, KMASK, DOCS, LO, HI, sqb, sqh, sqt, skb,
+def backward_queries(Q, K, V, OFF, BASE, G, COLS, DO, SHIFT, DELTA, OWN, ROWS, DQ, DG, DC, KMASK, DOCS, LO, HI, sgb, sgh, sgt, sqb, sqh, sqt, skb,
                      skh, skt, svb, svh, svt, sdob, sdoh, sdot, H, GROUP: tl.constexpr, Tq, Tk, start, window, scale, scale2,
                      D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
                      POTENTIAL: tl.constexpr, GAIN: tl.constexpr, KERNEL: tl.constexpr, WINDOW: tl.constexpr,
@@ -455,7 +458,7 @@ def backward_queries(Q, K, V, OFF, BASE, G, COLS, DO, SHIFT, DELTA, OWN, ROWS, D
         dq, dg, rows = _queries_step(dq, dg, rows, q, do, g, ci, shift, delta, base, columns, K, V, OFF, BASE, COLS, KMASK, DOCS, n, at,
                                      on, od, start + Tq, Tk, window, skt, svt, scale2, D, BD, CAUSAL, POTENTIAL, KERNEL, WINDOW,
                                      PADDED, PACKED, True, NEED_C, FOLD, SUMS, LATE, EVEN, PRECISION)  # fmt: skip
-    tl.store(DQ + (line + i64)[:, None] * D + od[None, :], (dq * scale).to(DQ.dtype.element_ty), mask=mask)
+    tl.store(DQ + b * sgb + h * sgh + i64[:, None] * sgt + od[None, :], (dq * scale).to(DQ.dtype.element_ty), mask=mask)
     if NEED_C:
         if SUMS:
             column = tl.arange(0, COLUMNS)[None, :]

@@ -30,6 +30,8 @@ class Call:
     softcap: float | None = None
     mix: Callable[[Tensor, Tensor | None, Tensor, Tensor], Tensor] | None = None
     prune: float | None = None
+    together: Tensor | None = None
+    """[B, H + 2 H_kv, T, D]: q, k and v as parts of one tensor, whose gradient then comes in one piece."""
 
     @property
     def wide(self) -> torch.dtype:

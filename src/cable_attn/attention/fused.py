@@ -120,11 +120,14 @@ def _fused(call: Call) -> tuple[Tensor, ...]:
         key_mask = key_mask.contiguous()
     if document_ids is not None:
         document_ids = document_ids.to(torch.int32).contiguous()
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (call.q, call.k, call.v))
+    together = call.together is not None and call.together.stride(-1) == 1
+    tensors: tuple[Tensor | None, ...] = (call.together, None, None)
+    if not together:
+        tensors = tuple(x if x.stride(-1) == 1 else x.contiguous() for x in (call.q, call.k, call.v))
     numbers = (call.scale, layout.causal, layout.query_start, layout.window or 0, kernel, call.prune or 0.0)
     # The operator is what torch.compile sees; in eager mode its dispatch would cost more than a short text's kernels.
     serve = torch.ops.cable_attn.fused if torch.compiler.is_compiling() else _Fused.apply
-    return serve(q, k, v, c, g, key_mask, document_ids, *numbers)
+    return serve(*tensors, c, g, key_mask, document_ids, *numbers, heads if together else 0)
 
 
 def _table(bias: Bias, call: Call) -> tuple[Tensor, int]:
@@ -207,8 +210,8 @@ class _Problem:
 
 def _forward(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     c: Tensor | None,
     g: Tensor | None,
     key_mask: Tensor | None,
@@ -219,10 +222,15 @@ def _forward(
     window: int,
     kernel: int,
     prune: float,
+    together: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """out, log-sum-exp, the split potential, and the live keys."""
+    """out, log-sum-exp, the split potential, and the live keys.
+
+    together: 0, or how many of q's heads are queries; the rest are the keys and the values.
+    """
     from cable_attn.attention import kernels, pruning
 
+    q, k, v = _apart(q, k, v, together)
     batch, heads, queries, dim = q.shape
     out = torch.empty(batch, queries, heads, dim, device=q.device, dtype=q.dtype).transpose(1, 2)
     lse = torch.empty(batch, heads, queries, device=q.device, dtype=torch.float32)
@@ -260,8 +268,8 @@ def _split(q: Tensor, c: Tensor | None, packed: bool, table: bool = False) -> tu
 def _backward(
     do: Tensor,
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     g: Tensor | None,
     key_mask: Tensor | None,
     document_ids: Tensor | None,
@@ -277,15 +285,19 @@ def _backward(
     window: int,
     kernel: int,
     prune: float,
+    together: int,
     need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients for q, k, v, and for c and g (empty when they are not needed)."""
     from cable_attn.attention import backward, pruning
 
+    gradients = _empty_gradients(q, k, g, off, need_bias)
+    dq, dk, dv = _apart(*gradients[:3], together)
+    dc, dg = gradients[3:]
+    q, k, v = _apart(q, k, v, together)
     do = do if do.stride(-1) == 1 else do.contiguous()
     batch, heads, queries, _ = q.shape
     problem = _Problem(q, k, off, base, g, key_mask, document_ids, scale, causal, start, window, kernel, prune)
-    dq, dk, dv, dc, dg = _empty_gradients(q, k, g, off, need_bias)
     delta, shift, own = torch.empty_like(lse), lse, lse
     if problem.flags["POTENTIAL"]:
         own = torch.empty_like(lse)
@@ -309,15 +321,25 @@ def _backward(
         begin, end = pruning.live_rows(lo, hi, queries, problem.keys) if prune > 0 else (lo, hi)
         tile = problem.tiles.keys
         backward.backward_keys[(_blocks(problem.keys, tile.keys), batch * k.shape[1])](
-            *tensors, dk, dv, dc, *problem.masks, begin, end, *numbers, **flags, **problem.options(tile)
-        )
+            *tensors, dk, dv, dc, *problem.masks, begin, end, *dk.stride()[:3], *numbers,
+            **flags, **problem.options(tile),
+        )  # fmt: skip
         tile = problem.tiles.queries
         backward.backward_queries[(_blocks(queries, tile.queries), batch * heads)](
-            *tensors, dq, dg, dc, *problem.masks, lo, hi, *numbers, **flags, **problem.options(tile)
+            *tensors, dq, dg, dc, *problem.masks, lo, hi, *dq.stride()[:3], *numbers, **flags, **problem.options(tile)
         )
         if need_bias and kernel >= TOEPLITZ:
             dc = _table_gradient(problem, (q, k, v, off, do, lse, delta), numbers, dc)
-    return dq, dk, dv, dc, dg
+    return (*gradients[:3], dc, dg)
+
+
+def _apart(q: Tensor, k: Tensor | None, v: Tensor | None, together: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of a tensor that holds all three, one after the other along the heads."""
+    if not together:
+        assert k is not None and v is not None
+        return q, k, v
+    rest = (q.shape[1] - together) // 2
+    return q.split([together, rest, rest], dim=1)
 
 
 def _table_gradient(problem: _Problem, tensors: tuple[Tensor, ...], numbers: tuple[Any, ...], dc: Tensor) -> Tensor:
@@ -355,11 +377,13 @@ def _uses_columns(q: Tensor) -> bool:
 
 
 def _empty_gradients(
-    q: Tensor, k: Tensor, g: Tensor | None, off: Tensor, need_bias: bool
+    q: Tensor, k: Tensor | None, g: Tensor | None, off: Tensor, need_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    batch, heads, queries, _ = q.shape
     dc = q.new_empty(off.shape if need_bias else (0,), dtype=torch.float32)
-    dg = q.new_empty((batch, heads, queries) if need_bias and g is not None else (0,), dtype=torch.float32)
+    dg = q.new_empty(g.shape if need_bias and g is not None else (0,), dtype=torch.float32)
+    if k is None:  # one tensor for all three, as the projection that made them lays it out
+        batch, heads, length, dim = q.shape
+        return q.new_empty(batch, length, heads, dim).transpose(1, 2), q.new_empty(0), q.new_empty(0), dc, dg
     return q.new_empty(q.shape), k.new_empty(k.shape), k.new_empty(k.shape), dc, dg
 
 
@@ -383,7 +407,8 @@ _backward_operator = torch.library.custom_op("cable_attn::fused_backward", _back
 
 
 @_operator.register_fake
-def _(q, k, v, c, g, key_mask, document_ids, scale, causal, start, window, kernel, prune):  # type: ignore[no-untyped-def]
+def _(q, k, v, c, g, key_mask, document_ids, scale, causal, start, window, kernel, prune, together):  # type: ignore[no-untyped-def]
+    q, k, v = _apart(q, k, v, together)
     batch, heads, queries, dim = q.shape
     keys = k.shape[2]
     out = q.new_empty(batch, queries, heads, dim).transpose(1, 2)
@@ -417,8 +442,10 @@ def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
 def _gradients(ctx, do, backward):  # type: ignore[no-untyped-def]
     need_bias = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
     dq, dk, dv, dc, dg = backward(do, *ctx.saved_tensors, *ctx.numbers, need_bias)
+    if ctx.numbers[-1]:
+        dk = dv = None
     dc = dc.to(ctx.potential) if ctx.needs_input_grad[3] else None
-    return dq, dk, dv, dc, dg if ctx.needs_input_grad[4] else None, *[None] * 8
+    return dq, dk, dv, dc, dg if ctx.needs_input_grad[4] else None, *[None] * 9
 
 
 _operator.register_autograd(

@@ -69,7 +69,7 @@ def measure(call: Call, epsilon: float) -> dict[str, float]:
     gain = torch.ones(call.q.shape[:3], device=call.q.device) if call.bias.g is None else call.bias.g
     leaves = [t.detach().clone().requires_grad_() for t in (call.q, call.k, call.v, call.bias.c, gain)]
     q, k, v, c, g = leaves
-    whole = replace(call, q=q, k=k, v=v, bias=PotentialBias(c, g))
+    whole = replace(call, q=q, k=k, v=v, bias=PotentialBias(c, g), together=None)
     pruned = replace(whole, prune=epsilon)
     plain, cudnn = Inputs(q, k, v, c, g), sdpa("CUDNN_ATTENTION")
     upstream = torch.randn_like(call.q)

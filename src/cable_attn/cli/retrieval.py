@@ -68,7 +68,9 @@ def train(
 
 @app.command(name="eval")
 def evaluate(
-    collection: Annotated[str, typer.Argument(help="A folder in BEIR's layout, or embedded.")],
+    collection: Annotated[
+        str, typer.Argument(help="A folder in the layout of BEIR or MLDR; mldr, from the hub; or embedded.")
+    ],
     encoders: Annotated[list[str], typer.Argument(help="Encoders on disk or hub, and bm25 for the baseline of words.")],
     lengths: Annotated[str, typer.Option(help="Tokens of a document to read, with commas between.")] = (
         "512,1024,2048,4096,8192,16384"
@@ -78,6 +80,9 @@ def evaluate(
     cache: Annotated[Path, typer.Option(help="Folder for embeddings: nothing is encoded twice.")] = Path(
         "runs/embeddings"
     ),
+    search: Annotated[
+        str, typer.Option(help="Exact search by product (torch) or faiss; auto takes what is there.")
+    ] = "auto",
     out: Annotated[Path | None, typer.Option(help="JSON file for the results.")] = None,
 ) -> None:
     """nDCG@10, recall@100 and reciprocal rank for documents cut at several lengths.
@@ -87,8 +92,9 @@ def evaluate(
     from cable_attn.environment import environment
     from cable_attn.files import write_json
     from cable_attn.retrieval import evaluation
+    from cable_attn.retrieval.collection import find_collection
 
-    found = _collection(collection, split)
+    found = find_collection(collection, split)
     for note in found.notes:
         say(f"Note: {note}")
     wanted, rows = numbers(lengths), []
@@ -98,32 +104,19 @@ def evaluate(
             bars = {}
             if encoder != evaluation.BM25:
                 bars = {n: progress.add_task(str(n), total=len(found.documents), what=encoder) for n in wanted}
-            options: dict[str, Any] = {"batch_tokens": batch_tokens, "cache": cache, "watch": _advance(progress, bars)}
-            rows += evaluation.evaluate(found, encoder, wanted, **options)
+            options: dict[str, Any] = {"batch_tokens": batch_tokens, "cache": cache, "search": search}
+            rows += evaluation.evaluate(found, encoder, wanted, watch=_advance(progress, bars), **options)
     for row in rows:
         table.add_row(*_cells(row))
     console.print(table)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_json(out, {"collection": found.name, "results": rows, **environment()})
+        write_json(out, {"collection": found.name, "collection_sha256": found.sha256, "results": rows, **environment()})
         say(f"Results: {out}")
 
 
 def _advance(progress: Progress, bars: dict[int, TaskID]) -> Callable[[int, int], None]:
     return lambda length, count: progress.advance(bars[length], count)
-
-
-def _collection(name: str, split: str) -> Any:
-    from tempfile import TemporaryDirectory
-
-    from cable_attn.retrieval.collection import read_collection
-    from cable_attn.retrieval.embedded import write_embedded
-
-    if name != "embedded":
-        return read_collection(Path(name), split)
-    with TemporaryDirectory() as folder:
-        write_embedded(Path(folder) / "embedded")
-        return read_collection(Path(folder) / "embedded")
 
 
 @app.command(name="search")

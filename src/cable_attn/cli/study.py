@@ -24,11 +24,13 @@ app = typer.Typer(
 PAPER = {
     "table1": ["fineweb-edu-medium", "wikitext103-tiny"],
     "table2": ["dape"],
+    "table3": ["bert-mlm", "mldr"],
     "table4": ["fineweb-edu-small", "fineweb-edu-tiny"],
     "table5": ["wikitext103-medium", "wikitext103-small"],
     "figure1": ["fineweb-edu-medium"],
     "figure5": ["k-cable"],
     "figure6": ["bert-mlm"],
+    "figure7": ["bert-mlm", "mldr"],
 }
 """The paper's tables and figures by number."""
 MULTIPLES = (1, 2, 4, 8, 16)
@@ -106,6 +108,8 @@ def run_study(
     else:
         failed = _run_in_processes(study, file, overrides or [], folder, wanted, jobs, shlex.split(launcher))
     _tell_failures(failed, len(studies.choose(study, wanted)))
+    if study.retrieval is not None:
+        _add_baseline(study, folder)
     _report(study, folder)
     if failed:
         raise typer.Exit(1)
@@ -241,6 +245,15 @@ def _forget(out: Path) -> None:
     shutil.rmtree(out)
 
 
+def _add_baseline(study: Any, folder: Path) -> None:
+    from cable_attn import study as studies
+
+    try:
+        studies.add_baseline(study, folder)
+    except CableError as error:  # a table without it is better than none
+        say(f"No BM25 beside: {error}")
+
+
 def _folder(study: Any) -> Path:
     return Path("runs/studies") / study.name
 
@@ -310,24 +323,21 @@ def _tell_failures(failed: dict[str, str], cells: int) -> None:
 def _report(study: Any, folder: Path) -> None:
     """Tables and figures of what is done, in the study's folder."""
     from cable_attn import study as studies
-    from cable_attn.files import write_atomically, write_json
     from cable_attn.tables import LengthTable
 
     rows = list(studies.results(study, folder))
     if not rows:
         say(f"Nothing is done yet in {folder}.")
         return
+    paper = studies.paper(study.paper)
+    theirs = paper["rows"] if paper else {}
     values = studies.by_variant(rows)
-    if any(values.values()):
-        paper = studies.paper(study.paper)
-        table = LengthTable(study.title, values, study.trained_at, paper["rows"] if paper else {})
-        console.print(table.rich())
-        for name, content in (("md", table.markdown() + "\n"), ("csv", table.csv()), ("tex", table.latex())):
-            write_atomically(folder / f"table.{name}", content)
-        means = {name: {n: statistics.mean(found) for n, found in row.items()} for name, row in values.items()}
-        write_json(folder / "results.json", means)
+    means = {name: {n: statistics.mean(found) for n, found in row.items()} for name, row in values.items() if row}
+    if means:
+        _write_table(LengthTable(study.title, values, study.trained_at, theirs), folder / "table", means)
+    elif study.retrieval is not None:
+        _retrieval_tables(study, rows, theirs, folder)
     else:
-        means = {}
         console.print(_loss_table(study.title, rows))
     found = studies.found_by_length(rows)
     if found:
@@ -337,8 +347,37 @@ def _report(study: Any, folder: Path) -> None:
     left = [cell.name for cell in study.cells() if cell.name not in {row["cell"] for row in rows}]
     if left:
         say(f"Not done: {', '.join(left)}")
-    say(f"Tables: {folder / 'table'}.md, .csv, .tex" if means else f"Results: {folder}")
+    say(f"Results: {folder}")
     _draw(study, rows, means, folder)
+
+
+def _write_table(table: Any, stem: Path, means: dict[str, dict[int, float]] | None = None) -> None:
+    """Shown, and kept in every form."""
+    from cable_attn.files import write_atomically, write_json
+
+    console.print(table.rich())
+    for name, content in (("md", table.markdown() + "\n"), ("csv", table.csv()), ("tex", table.latex())):
+        write_atomically(stem.with_name(f"{stem.name}.{name}"), content)
+    if means is not None:
+        write_json(stem.with_name("results.json"), means)
+    say(f"Table: {stem}.md, .csv, .tex")
+
+
+def _retrieval_tables(study: Any, rows: list[dict[str, Any]], paper: dict[str, Any], folder: Path) -> None:
+    """nDCG@10 for each collection, BM25 below."""
+    from cable_attn import study as studies
+    from cable_attn.tables import LengthTable
+
+    collections = study.retrieval.collections
+    for collection in collections:
+        values = studies.found_documents(rows, collection)
+        words = studies.baseline(folder).get(collection)
+        if words is not None:
+            values["bm25, whole documents"] = {n: [100 * words["ndcg@10"]] for n in study.lengths}
+        name = Path(collection).name
+        title = study.title if len(collections) == 1 else f"{study.title}: {name}"
+        table = LengthTable(title, values, study.trained_at, paper, lower_is_better=False)
+        _write_table(table, folder / ("table" if len(collections) == 1 else f"table-{name}"))
 
 
 def _loss_table(title: str, rows: list[dict[str, Any]]) -> Table:
@@ -354,6 +393,9 @@ def _draw(study: Any, rows: list[dict[str, Any]], means: dict[str, dict[int, flo
     try:
         paths = perplexity_figure(means, study.trained_at, folder / "perplexity") if means else []
         paths += loss_figure({row["cell"]: row["training"]["curve"] for row in rows}, folder / "loss")
+        tuned = {row["cell"]: row["fine_tuning"]["curve"] for row in rows if "fine_tuning" in row}
+        if tuned:
+            paths += loss_figure(tuned, folder / "contrastive", "contrastive loss", "queries")
         for row in rows:
             if "passkey" in row:
                 paths += passkey_figure(row["passkey"], folder / f"passkey-{row['cell']}")

@@ -157,7 +157,9 @@ class SelfAttention(nn.Module):
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
         dropout = self.config.attention_dropout if self.training else 0.0
-        return make_call(q, k, v, encoding.bias(x, layout, memory), layout, dropout=dropout, mix=encoding.mix)
+        together = qkv if cache is None and type(encoding).rotate is Encoding.rotate else None
+        bias = encoding.bias(x, layout, memory)
+        return make_call(q, k, v, bias, layout, dropout=dropout, mix=encoding.mix, together=together)
 
 
 class FeedForward(nn.Module):

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import hashlib
 import json
 import lzma
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from cable_attn.errors import CableError
@@ -34,26 +36,51 @@ class Collection:
     notes: list[str]
     """What is odd about it, in words."""
 
+    @property
+    def sha256(self) -> str:
+        """Of everything that results depend on."""
+        parts = [self.documents, self.queries, self.relevant]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def find_collection(name: str, split: str = "test") -> Collection:
+    """``embedded``, ``mldr`` (English, from the hub), or a folder in the layout of BEIR or MLDR."""
+    from cable_attn.retrieval import embedded, mldr
+
+    if name == "mldr":
+        return mldr.from_hub(split)
+    if name != "embedded":
+        return mldr.from_files(Path(name), split) if mldr.is_mldr(Path(name)) else read_collection(Path(name), split)
+    with TemporaryDirectory() as folder:
+        embedded.write_embedded(Path(folder) / "embedded")
+        return read_collection(Path(folder) / "embedded")
+
 
 def read_collection(folder: Path, split: str = "test") -> Collection:
     """All queries that have judgements, and all documents."""
     documents = dict(_texts(folder, "corpus"))
     queries = dict(_texts(folder, "queries"))
+    return checked(folder.name, documents, queries, _judgements(folder / "qrels" / f"{split}.tsv"))
+
+
+def checked(
+    name: str, documents: dict[str, str], queries: dict[str, str], judged: dict[str, dict[str, int]]
+) -> Collection:
+    """A collection that can be measured, with what is odd about it."""
     if not documents:
-        raise CableError(f"{str(folder)!r}: corpus.jsonl has no document.")
-    judged = _judgements(folder / "qrels" / f"{split}.tsv")
+        raise CableError(f"{name!r} has no document in its corpus.")
     notes = _oddities(documents, queries, judged)
     relevant = {query: found for query, found in judged.items() if query in queries and any(found.values())}
     if not relevant:
-        raise CableError(f"{str(folder)!r}: no query of queries.jsonl has a relevant document in qrels/{split}.tsv.")
-    return Collection(folder.name, documents, {query: queries[query] for query in relevant}, relevant, notes)
+        raise CableError(f"{name!r}: none of its queries has a relevant document in the judgements.")
+    return Collection(name, documents, {query: queries[query] for query in relevant}, relevant, notes)
 
 
 def _oddities(documents: dict[str, str], queries: dict[str, str], judged: dict[str, dict[str, int]]) -> list[str]:
     kinds = {
         "documents are empty and cannot be found": [key for key, text in documents.items() if not text.strip()],
-        "queries of the judgements are not in queries.jsonl and are left out": [q for q in judged if q not in queries],
-        "judged documents are not in corpus.jsonl and count as not found": sorted(
+        "queries of the judgements are not among the queries and are left out": [q for q in judged if q not in queries],
+        "judged documents are not in the corpus and count as not found": sorted(
             {document for found in judged.values() for document in found if document not in documents}
         ),
     }
@@ -66,7 +93,9 @@ def _some(ids: list[str]) -> str:
 
 def _texts(folder: Path, name: str) -> Iterator[tuple[str, str]]:
     """id and text of each line; the title stands before the text."""
-    path = _find(folder, name)
+    path = find_jsonl(folder, name)
+    if path is None:
+        raise CableError(f"{str(folder)!r} has no {name}.jsonl (also .gz, .bz2, .xz). BEIR's layout is wanted.")
     seen = set()
     for number, row in read_jsonl(path):
         if not isinstance(row.get("_id"), str) or not isinstance(row.get("text"), str):
@@ -81,12 +110,9 @@ def titled(row: dict[str, Any]) -> str:
     return f"{row.get('title') or ''} {row['text']}".strip()
 
 
-def _find(folder: Path, name: str) -> Path:
-    for suffix in COMPRESSED:
-        path = folder / f"{name}.jsonl{suffix}"
-        if path.is_file():
-            return path
-    raise CableError(f"{str(folder)!r} has no {name}.jsonl (also .gz, .bz2, .xz). BEIR's layout is wanted.")
+def find_jsonl(folder: Path, name: str) -> Path | None:
+    paths = (folder / f"{name}.jsonl{suffix}" for suffix in COMPRESSED)
+    return next((path for path in paths if path.is_file()), None)
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,13 +11,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from cable_attn.errors import CableError
+from cable_attn.errors import CableError, require_known
 from cable_attn.retrieval.collection import Collection
 from cable_attn.retrieval.encoder import cache_folder, encode, load_encoder
 
 DEPTH = 100
 """How many documents are ranked for a query."""
+QUERIES = 1024
+"""How many are compared with all documents at once."""
 BM25 = "bm25"
+SEARCHES = ("auto", "product", "faiss")
 
 Ranking = dict[str, dict[str, float]]
 """query → document → score."""
@@ -33,19 +37,41 @@ def measure(collection: Collection, ranking: Ranking) -> dict[str, float]:
     return {name: float(found[metric]) for metric, name in names.items()}
 
 
-def by_vectors(collection: Collection, documents: np.ndarray, queries: np.ndarray, block: int = 1024) -> Ranking:
-    """Exact search: every query with every document, by product."""
+def by_vectors(collection: Collection, documents: np.ndarray, queries: np.ndarray, search: str = "auto") -> Ranking:
+    """Exact search by product; ``faiss`` does it where there is no GPU, if it is installed."""
     names, asked = list(collection.documents), list(collection.queries)
+    filled = np.flatnonzero(documents.any(1))  # an empty document has no vector and cannot be found
+    best = _by_faiss if _uses_faiss(search) else _by_product
+    places, scores = best(documents[filled], queries, min(DEPTH, len(filled)))
+    return {
+        query: {names[filled[n]]: float(score) for n, score in zip(row, values)}
+        for query, row, values in zip(asked, places.tolist(), scores.tolist())
+    }
+
+
+def _uses_faiss(search: str) -> bool:
+    require_known("search", search, SEARCHES)
+    installed = importlib.util.find_spec("faiss") is not None
+    if search == "faiss" and not installed:
+        raise CableError("search 'faiss' needs the package: pip install faiss-cpu. The others are auto and product.")
+    return search == "faiss" or (search == "auto" and installed and not torch.cuda.is_available())
+
+
+def _by_product(documents: np.ndarray, queries: np.ndarray, depth: int) -> tuple[np.ndarray, np.ndarray]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     matrix = torch.from_numpy(documents).to(device).T
-    empty = ~matrix.any(0)
-    ranking: Ranking = {}
-    for at in range(0, len(asked), block):
-        scores = torch.from_numpy(queries[at : at + block]).to(device) @ matrix
-        best = scores.masked_fill(empty, -torch.inf).topk(min(DEPTH, len(names)), dim=-1)
-        for query, values, places in zip(asked[at : at + block], best.values.tolist(), best.indices.tolist()):
-            ranking[query] = {names[n]: value for n, value in zip(places, values) if value > -torch.inf}
-    return ranking
+    parts = [(part.to(device) @ matrix).topk(depth, dim=-1) for part in torch.from_numpy(queries).split(QUERIES)]
+    places, scores = (torch.cat([getattr(part, name) for part in parts]) for name in ("indices", "values"))
+    return places.cpu().numpy(), scores.cpu().numpy()
+
+
+def _by_faiss(documents: np.ndarray, queries: np.ndarray, depth: int) -> tuple[np.ndarray, np.ndarray]:
+    import faiss
+
+    index = faiss.IndexFlatIP(documents.shape[1])
+    index.add(documents)
+    scores, places = index.search(queries, depth)
+    return places, scores
 
 
 def by_bm25(collection: Collection) -> Ranking:
@@ -73,6 +99,7 @@ def evaluate(
     *,
     batch_tokens: int = 65536,
     cache: Path | None = None,
+    search: str = "auto",
     watch: Callable[[int, int], None] | None = None,
 ) -> list[dict[str, Any]]:
     """A row for each maximum length; ``watch(length, n)``: n more texts are done. ``encoder`` may be ``bm25``."""
@@ -92,7 +119,7 @@ def evaluate(
         except CableError as error:  # learned positions beyond their table
             rows.append({"encoder": encoder, "max_length": length, "error": str(error)})
             continue
-        found = measure(collection, by_vectors(collection, documents, queries))
+        found = measure(collection, by_vectors(collection, documents, queries, search))
         speed = len(documents) / max(seconds, 1e-9)
         rows.append({"encoder": encoder, "max_length": length, **found, "documents_per_second": speed})
     return rows

@@ -1,0 +1,100 @@
+"""The retrieval part of a study's cell: fine-tune the pre-trained encoder, then search with it at every length."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cable_attn.errors import CableError
+from cable_attn.retrieval import evaluation, training
+from cable_attn.retrieval.collection import find_collection
+
+RETRIEVER = "retriever"
+"""The fine-tuned encoder's folder in its cell."""
+Watcher = Callable[[str, float], None]
+"""``watch(what, share)``."""
+
+
+@dataclass(frozen=True)
+class Retrieval:
+    """What a study's encoders are fine-tuned on, and where they search."""
+
+    triplets: str = ""
+    """``msmarco``, or a JSONL file."""
+    collections: list[str] = field(default_factory=list)
+    limit: int = 0
+    """Only the first so many triplets; 0: all."""
+    batch_size: int = 128
+    learning_rate: float = 8e-5
+    epochs: float = 1.0
+    max_length: int = 512
+    negatives: int = 1
+    cached_batch: int = 0
+    batch_tokens: int = 65536
+
+    def settings(self, seed: int) -> training.Settings:
+        own = {key: value for key, value in asdict(self).items() if key in training.Settings.__dataclass_fields__}
+        return training.Settings(**own, seed=seed)
+
+
+def check(retrieval: Retrieval) -> None:
+    """What must not come up after hours of pre-training."""
+    if not retrieval.triplets or not retrieval.collections:
+        raise CableError("[retrieval] needs triplets and collections.")
+    if retrieval.triplets != "msmarco":
+        training.read_triplets(retrieval.triplets, 1)
+
+
+def run(
+    encoder: Path, own: Path, retrieval: Retrieval, lengths: Sequence[int], seed: int, watch: Watcher | None = None
+) -> dict[str, Any]:
+    """``encoder``: the pre-trained one; ``own``: the cell's folder. What is done already is not done again."""
+    tell: Watcher = watch or (lambda what, share: None)
+    retriever = own / RETRIEVER
+    if not (retriever / "modules.json").exists():
+        triplets = training.read_triplets(retrieval.triplets, retrieval.limit or None)
+        settings = retrieval.settings(seed)
+        steps = settings.steps(len(triplets))
+
+        def on_step(step: int, loss: float | None) -> None:
+            tell("fine-tuning" if loss is None else f"fine-tuning, loss {loss:.2f}", step / steps)
+
+        training.train(str(encoder), triplets, retriever, settings, (retriever / ".training").exists(), on_step)
+    return {
+        "fine_tuning": _fine_tuning(retriever, retrieval.batch_size),
+        "retrieval": {name: _search(name, retriever, retrieval, lengths, tell) for name in retrieval.collections},
+    }
+
+
+def _fine_tuning(retriever: Path, batch_size: int) -> dict[str, Any]:
+    known = json.loads((retriever / "fine_tuning.json").read_text(encoding="utf-8"))
+    curve = [(entry["step"] * batch_size, entry["loss"]) for entry in known["log"]]
+    return {"triplets": known["triplets"], "curve": curve}
+
+
+def _search(name: str, retriever: Path, retrieval: Retrieval, lengths: Sequence[int], tell: Watcher) -> dict[str, Any]:
+    collection = find_collection(name)
+    done, total = 0, len(collection.documents) * len(lengths)
+
+    def on_texts(length: int, count: int) -> None:
+        nonlocal done
+        done += count
+        tell(f"{collection.name}, {length} tokens", done / total)
+
+    options: dict[str, Any] = {"batch_tokens": retrieval.batch_tokens, "cache": retriever.parent / "embeddings"}
+    rows = evaluation.evaluate(collection, str(retriever), lengths, watch=on_texts, **options)
+    for row in rows:
+        row.pop("encoder")
+    return {"sha256": collection.sha256, "rows": rows}
+
+
+def baseline(collections: Sequence[str]) -> dict[str, dict[str, float]]:
+    """BM25's numbers for each collection: it reads whole documents, whatever their length."""
+    found = {}
+    for name in collections:
+        (row,) = evaluation.evaluate(find_collection(name), evaluation.BM25, [])
+        found[name] = {key: row[key] for key in ("ndcg@10", "recall@100", "mrr")}
+    return found
