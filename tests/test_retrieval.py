@@ -105,6 +105,18 @@ def test_nothing_is_encoded_twice(retriever, tmp_path, monkeypatch):
     assert encoders.cache_folder(tmp_path, str(retriever), 32) != encoders.cache_folder(tmp_path, str(retriever), 64)
 
 
+def test_a_training_batch_holds_no_text_twice():
+    triplets = [training.Triplet(f"q{n}", f"p{n // 5}", (f"p{n // 5 + 1}",)) for n in range(200)]
+    sampler = training.NoRepeats(triplets, 16, seed=0)
+    first = list(sampler)
+    assert sorted(first) == list(range(200)) and first == list(sampler)
+    for at in range(0, 160, 16):
+        texts = [text for n in first[at : at + 16] for text in (triplets[n].positive, *triplets[n].negatives)]
+        assert len(texts) == len(set(texts))
+    sampler.set_epoch(1)
+    assert list(sampler) != first
+
+
 def test_a_batch_holds_no_more_than_its_budget():
     ids = [[0] * n for n in (9, 8, 8, 3, 2, 1)]
     batches = list(encoders._batches(list(range(6)), ids, 16))

@@ -1,19 +1,22 @@
 """Fine-tuning an encoder on queries and passages: sentence-transformers' losses on Hugging Face's Trainer.
 
-Every other passage of a batch is a negative, and so are the hard ones that come with a query. The trainer of
-sentence-transformers would do the same, but insists on the package ``datasets``; this one takes lists.
+Every other passage of a batch is a negative, and so are the hard ones that come with a query; no batch holds a text
+twice. The trainer of sentence-transformers would do the same, but insists on the package ``datasets``; this one takes
+lists.
 """
 
 from __future__ import annotations
 
 import random
 import shutil
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 from transformers import TrainingArguments, set_seed
 
 from cable_attn.environment import environment
@@ -111,6 +114,43 @@ class _Triplets(Dataset):
         return self.triplets[index]
 
 
+class NoRepeats(Sampler[int]):
+    """A shuffled epoch whose batches hold no text twice: it would be its own negative."""
+
+    def __init__(self, triplets: list[Triplet], batch_size: int, seed: int):
+        self.triplets, self.batch_size, self.seed, self.epoch = triplets, batch_size, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.triplets)
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(len(self.triplets)))
+        random.Random(f"{self.seed} {self.epoch}").shuffle(order)
+        left = deque(order)
+        while left:
+            batch, skipped = self._batch(left)
+            yield from batch
+            if len(batch) < self.batch_size:  # the last batch may have to repeat
+                yield from skipped
+            else:
+                left.extendleft(reversed(skipped))
+
+    def _batch(self, left: deque[int]) -> tuple[list[int], list[int]]:
+        batch: list[int] = []
+        skipped: list[int] = []
+        used: set[str] = set()
+        while left and len(batch) < self.batch_size:
+            index = left.popleft()
+            triplet = self.triplets[index]
+            texts = {triplet.query, triplet.positive, *triplet.negatives}
+            (batch if used.isdisjoint(texts) else skipped).append(index)
+            used |= texts if batch and batch[-1] == index else set()
+        return batch, skipped
+
+
 class _Collate:
     """A batch of triplets as columns of tokens: queries, positives, first negatives, …"""
 
@@ -128,6 +168,10 @@ class _Trainer(DecayingTrainer):
     """The loss looks at all columns of a batch at once."""
 
     loss: Any
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
+        triplets: Any = train_dataset or self.train_dataset
+        return NoRepeats(triplets.triplets, self.args.per_device_train_batch_size, self.args.seed)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -167,7 +211,6 @@ def train(
     model = load_encoder(encoder)
     model.max_seq_length = settings.max_length
     columns = min(min(len(t.negatives) for t in triplets), settings.negatives)
-    random.Random(settings.seed).shuffle(triplets)
     trainer = _Trainer(
         model=model,
         args=_arguments(settings, len(triplets), checkpoints),
