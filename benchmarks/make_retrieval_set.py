@@ -84,7 +84,7 @@ def main(articles: Path, distractors: Path, pairs: Path, out: Path) -> None:
     train, test = set(names[::2]), set(names[1::2])
     out.mkdir(parents=True)
     found = list(once([*squad(articles, train), *pubmed(pairs), *policies(pairs)]))
-    with (out / "triplets.jsonl").open("w", encoding="utf-8") as file:
+    with lzma.open(out / "triplets.jsonl.xz", "wt", encoding="utf-8") as file:
         file.writelines(json.dumps(triplet) + "\n" for triplet in found)
     print(f"{len(train)} articles to train on, {len(test)} to ask about; {len(found)} triplets")
     for name, source in (("articles", articles), ("wiki", distractors)):
