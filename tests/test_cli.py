@@ -14,13 +14,20 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
 import cable_attn
-from cable_attn import cli
+from cable_attn import CableGPTForCausalLM, cli
+from cable_attn.cli import app
 from cable_attn.cli import study as study_commands
+from cable_attn.data import embedded_corpus, train_bpe
+from cable_attn.models.loading import load_causal_lm
 from cable_attn.tables import LengthTable
+
+from .conftest import small_gpt
 
 SMALL = ["--steps", "6", "--length", "16", "--eval-tokens", "1024", "--encodings", "cable,rope"]
 
@@ -249,3 +256,40 @@ def test_the_table_marks_the_best_and_what_cannot_be_read():
     console.print(LengthTable("", {"cable": {8: [2.0], 16: [1.5]}, "learnable": {8: [1.75]}}, 8, digits=1).rich())
     text = console.export_text()
     assert re.search(r"learnable\s*│\s*1\.8\s*│\s*–", text)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tokenizer = train_bpe(embedded_corpus("test"), 300)
+    torch.manual_seed(0)
+    CableGPTForCausalLM(small_gpt("cable", vocab_size=len(tokenizer))).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("options", [[], ["--cache", "static"], ["--prefill", "5"]])
+def test_generate_streams_what_the_model_says(checkpoint, options):
+    prompt = "It is a truth universally acknowledged"
+    model, tokenizer = load_causal_lm(checkpoint)
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    wanted = model.generate(ids, max_new_tokens=12, do_sample=False, use_cache=False, pad_token_id=0)[0, ids.shape[1] :]
+    done = CliRunner().invoke(
+        app, ["generate", str(checkpoint), "--prompt", prompt, "-n", "12", "--temperature", "0", *options]
+    )
+    assert done.exit_code == 0, done.output
+    assert done.stdout.strip() == tokenizer.decode(wanted, skip_special_tokens=True).strip()
+    assert f"{ids.shape[1]} tokens read" in done.stderr and "12 in all" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], "--prompt or with --file"),
+        (["--prompt", "a", "--cache", "paged"], "unknown cache 'paged'"),
+        (["--file", "/nowhere/at-all"], "cannot read '/nowhere/at-all'"),
+    ],
+)
+def test_generate_says_what_is_wrong(checkpoint, options, words):
+    done = CliRunner().invoke(app, ["generate", str(checkpoint), *options])
+    assert done.exit_code != 0 and words in str(done.exception)

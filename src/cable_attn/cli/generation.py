@@ -1,0 +1,101 @@
+"""``cable generate``: text from a checkpoint, as it comes."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from cable_attn.errors import CableError, require_known
+
+CACHES = ("dynamic", "static")
+
+
+def generate(
+    checkpoint: Annotated[str, typer.Argument(help="A run folder, or any Hugging Face causal LM on disk or hub.")],
+    prompt: Annotated[str, typer.Option(help="The beginning of the text; - reads it from standard input.")] = "",
+    file: Annotated[Path | None, typer.Option(help="A text file as the prompt, of any length.")] = None,
+    tokens: Annotated[int, typer.Option("--tokens", "-n", min=1, help="How many to add at most.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token each time.")] = 0.8,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="Draw from the likeliest tokens of this share.")] = 0.95,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+    cache: Annotated[str, typer.Option(help="dynamic, or static: of fixed size, so that a GPU compiles once.")] = (
+        "dynamic"
+    ),
+    prefill: Annotated[
+        int, typer.Option(min=0, help="Read the prompt so many tokens at a time, to spare memory; 0: at once.")
+    ] = 8192,
+) -> None:
+    """Go on with a text. It streams to standard output; its speed goes to standard error.
+
+    ```
+    cable generate runs/demo/cable-0 --prompt "It is a truth universally acknowledged"
+    cable generate runs/demo/cable-0 --file novel.txt -n 50 --temperature 0
+    ```
+    """
+    import torch
+    from transformers import set_seed
+    from transformers.utils import logging
+
+    from cable_attn.models.loading import checkpoint_folder, load_causal_lm
+
+    require_known("cache", cache, CACHES)
+    text = _prompt(prompt, file)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    model, tokenizer = load_causal_lm(checkpoint_folder(checkpoint))
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()  # type: ignore[arg-type]
+    ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"].to(model.device)
+    if not ids.shape[1]:
+        raise CableError("the prompt has no token. Give --prompt or --file with some text.")
+    sampling: dict[str, Any] = {"do_sample": False}
+    if temperature:
+        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p}
+    set_seed(seed)
+    stream = _stream(tokenizer)
+    chunk = {"prefill_chunk_size": prefill} if 0 < prefill < ids.shape[1] else {}
+    model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, cache_implementation=cache, streamer=stream,
+        pad_token_id=tokenizer.pad_token_id or 0, **sampling, **chunk,
+    )  # fmt: skip
+    Console(stderr=True).print(stream.told(ids.shape[1]), highlight=False)
+
+
+def _prompt(prompt: str, file: Path | None) -> str:
+    if bool(prompt) == (file is not None):
+        raise CableError("give the prompt with --prompt or with --file, one of them.")
+    if file is None:
+        return sys.stdin.read() if prompt == "-" else prompt
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CableError(f"cannot read {str(file)!r}: {error}.") from error
+
+
+def _stream(tokenizer: Any) -> Any:
+    from transformers import TextStreamer
+
+    class Stream(TextStreamer):
+        """Writes words as they are whole, and notes when tokens come."""
+
+        def __init__(self) -> None:
+            super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+            self.begun, self.first, self.count = time.monotonic(), 0.0, -1  # the prompt comes first
+
+        def put(self, value: Any) -> None:
+            self.count += 1
+            if self.count == 1:
+                self.first = time.monotonic()
+            super().put(value)
+
+        def told(self, prompt: int) -> str:
+            wait = self.first - self.begun
+            rate = (self.count - 1) / max(time.monotonic() - self.first, 1e-9)
+            after = f", then {rate:,.1f} tokens/s" if self.count > 1 else ""
+            return f"{prompt:,} tokens read, the first new one after {wait:.2f} s{after} ({self.count} in all)."
+
+    return Stream()
