@@ -390,8 +390,22 @@ def test_an_adapter_on_the_gain_is_heard():
     plain, encoding.strength = encoding.strength, Adapted(encoding.strength)
     assert (encoding.steps_and_gain(x)[1] > before).all()
     encoding.strength = plain
-    plain.register_forward_hook(lambda module, args, output: output + 1)
+    handle = plain.register_forward_hook(lambda module, args, output: output + 1)
     assert (encoding.steps_and_gain(x)[1] > before).all()
+    handle.remove()
+    forward = plain.forward
+    plain.forward = lambda x: forward(x) + 1  # as accelerate does when it offloads
+    assert (encoding.steps_and_gain(x)[1] > before).all()
+
+
+def test_a_subclass_may_change_the_step():
+    class Counting(Cable):
+        def steps(self, x):
+            return super().steps(x) * 0 + 1
+
+    layout = Layout(query_length=5, key_length=5, query_start=0, device=torch.device("cpu"))
+    bias = Counting(FOUR_HEADS).bias(torch.randn(1, 5, 32), layout)
+    assert torch.equal(bias.c, torch.arange(1, 6, dtype=torch.float64).expand_as(bias.c))
 
 
 @pytest.mark.parametrize(("batch", "length", "features", "outputs"), [(2, 75, 96, 6), (3, 1, 64, 16), (1, 600, 40, 33)])

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -391,3 +392,16 @@ def test_shipped_tiles_compile_and_fit(generation):
     done = subprocess.run([sys.executable, script, str(generation)], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert int(done.stdout.split()[0]) >= 6
+
+
+def test_the_search_for_tiles_calls_the_kernels_as_they_are(monkeypatch):
+    from cable_attn.bench import tiles as search
+    from cable_attn.bench.attention import Shape
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    bias = torch.rand(1, 1, 64).double().cumsum(-1), torch.rand(1, 1, 64)
+    on_cpu = SimpleNamespace(leaves=(*make_inputs(1, 1, 1, 64, 64, 16), *bias))
+    monkeypatch.setattr(search.Inputs, "random", lambda shape: on_cpu)
+    problem = search.Problem(Shape(1, 1, 64, 16), "cable")
+    for kernel in ("forward", "keys", "queries"):
+        problem.call(kernel, Tile(32, 32, 4, 1))

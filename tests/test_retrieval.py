@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import lzma
@@ -105,16 +106,29 @@ def test_nothing_is_encoded_twice(retriever, tmp_path, monkeypatch):
     assert encoders.cache_folder(tmp_path, str(retriever), 32) != encoders.cache_folder(tmp_path, str(retriever), 64)
 
 
-def test_a_training_batch_holds_no_text_twice():
-    triplets = [training.Triplet(f"q{n}", f"p{n // 5}", (f"p{n // 5 + 1}",)) for n in range(200)]
-    sampler = training.NoRepeats(triplets, 16, seed=0)
-    first = list(sampler)
-    assert sorted(first) == list(range(200)) and first == list(sampler)
-    for at in range(0, 160, 16):
-        texts = [text for n in first[at : at + 16] for text in (triplets[n].positive, *triplets[n].negatives)]
-        assert len(texts) == len(set(texts))
+def test_no_answer_is_a_negative_in_its_batch():
+    triplets = [training.Triplet(f"q{n}", f"p{n // 5}", (f"p{n // 5 + 1}", "unused")) for n in range(200)]
+    sampler = training.NoRepeats(triplets, 16, negatives=1, seed=0)
+    order = list(sampler)
+    assert len(order) == len(set(order)) > 120 and order == list(sampler)
+    for at in range(0, len(order), 16):
+        batch = [triplets[n] for n in order[at : at + 16]]
+        for one in batch:
+            others = [other for other in batch if other is not one]
+            assert all(one.positive not in (other.positive, other.negatives[0]) for other in others)
     sampler.set_epoch(1)
-    assert list(sampler) != first
+    assert list(sampler) != order
+
+
+def test_training_takes_its_batches_from_there(bert, monkeypatch, tmp_path):
+    monkeypatch.setattr(training.NoRepeats, "_batch", lambda self, left: ([left.popleft(), left.popleft()], []))
+    seen = []
+    collate = training._Collate.__call__
+    monkeypatch.setattr(training._Collate, "__call__", lambda self, batch: seen.append(batch) or collate(self, batch))
+    triplets = [training.Triplet(f"q{n}", f"p{n}") for n in range(6)]
+    training.train(str(bert), triplets, tmp_path / "out", training.Settings(batch_size=2, max_length=8))
+    order = list(training.NoRepeats(triplets, 2, 0, seed=0))
+    assert [triplet for batch in seen for triplet in batch][:6] == [triplets[n] for n in order]
 
 
 def test_a_batch_holds_no_more_than_its_budget():
@@ -261,6 +275,10 @@ def test_a_cut_off_fine_tuning_goes_on_and_ends_the_same(bert, embedded, tmp_pat
         run(tmp_path / "cut", cut=5)
     with pytest.raises(CableError, match="Add --resume"):
         run(tmp_path / "cut")
+    right, settings = settings, dataclasses.replace(settings, learning_rate=1e-2)
+    with pytest.raises(CableError, match=r"other settings: learning_rate was 0.001 and is 0.01\."):
+        run(tmp_path / "cut", resume=True)
+    settings = right
     run(tmp_path / "cut", resume=True)
     a, b = (SentenceTransformer(str(tmp_path / name)).encode("a text") for name in ("whole", "cut"))
     assert np.allclose(a, b, atol=1e-6)
@@ -359,6 +377,12 @@ max_length = 64
     assert [row["max_length"] for row in rows] == [64, 256] and found["fine_tuning"]["triplets"] == 64
     again = evaluation.evaluate(find_collection("embedded"), str(tmp_path / "study" / "cable-0" / "retriever"), [256])
     assert again[0]["ndcg@10"] == pytest.approx(rows[1]["ndcg@10"])
+    assert not (tmp_path / "study" / "cable-0" / "embeddings").exists()
+    (tmp_path / "study" / "cable-0" / "evaluation.json").unlink()
+    text = (tmp_path / "small.toml").read_text()
+    (tmp_path / "small.toml").write_text(text.replace("batch_size = 16", "batch_size = 8"))
+    done = CliRunner().invoke(app, command)
+    assert "other settings: batch_size was 16 and is 8" in str(done.exception)
     table = (tmp_path / "study" / "table.md").read_text()
     assert f"{100 * rows[1]['ndcg@10']:.2f}" in table and "bm25" in table
     assert (tmp_path / "study" / "contrastive.png").exists()
@@ -386,3 +410,28 @@ def test_bad_retrieval_studies_are_named(recipe_name, section, words, tmp_path):
     with pytest.raises(CableError) as error:
         study.load(str(tmp_path / "bad.toml"))
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"collections": "embedded"}, "collections (a list)"),
+        ({"collections": ["/nope"]}, "'/nope' has no corpus.jsonl"),
+        ({"batch_size": 0}, "batch_size must be above 0, got 0"),
+        ({"triplets": "/nope"}, "'/nope' is no file"),
+    ],
+)
+def test_what_a_retrieval_study_needs_is_checked_before_training(embedded, change, words):
+    right = {"triplets": str(embedded / "triplets.jsonl"), "collections": ["embedded"]}
+    cell.check(cell.Retrieval(**right))
+    with pytest.raises(CableError) as error:
+        cell.check(cell.Retrieval(**{**right, **change}))
+    assert words in str(error.value)
+
+
+def test_vectors_that_are_not_finite_are_told_and_empty_documents_find_nothing():
+    found = Collection("c", {"a": "", "b": ""}, {"q": "x"}, {}, [])
+    query, nothing = np.ones((1, 3), np.float32), np.zeros((2, 3), np.float32)
+    assert evaluation.by_vectors(found, nothing, query) == {"q": {}}
+    with pytest.raises(CableError, match="not finite"):
+        evaluation.by_vectors(found, nothing + 1, query * np.nan)

@@ -10,6 +10,12 @@ class CableError(ValueError):
     """A request that cannot be served. The command line prints it as one line and exits with code 2."""
 
 
+def reason(error: Exception) -> str:
+    """The first line of what an error of somebody else's says, without its full stop."""
+    told = str(error).strip() or type(error).__name__
+    return told.splitlines()[0][:200].rstrip(".")
+
+
 def unknown(kind: str, value: object, allowed: Iterable[str]) -> CableError:
     """The error for a name that is not in ``allowed``, with the nearest one that is."""
     names = list(allowed)

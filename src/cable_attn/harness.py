@@ -27,7 +27,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cable_attn.data.corpus import read_text
-from cable_attn.errors import CableError
+from cable_attn.errors import CableError, reason
 
 SENTENCE_END = re.compile(r"""[.!?]["')]*(?:\s+|$)""")
 NOISY = ("lm_eval", "datasets", "transformers", "huggingface_hub")
@@ -203,11 +203,10 @@ def _unknown_task(name: str, known: list[str]) -> CableError:
 
 
 def _not_loaded(name: str, config: dict[str, Any], error: Exception) -> CableError:
-    reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
     dataset = f"dataset {config['dataset_path']!r}" if "dataset_path" in config else "its datasets"
     return CableError(
-        f"task {name!r} cannot be loaded: {reason}. Fetch {dataset} into the Hugging Face cache while there is a "
-        f"network; {' and '.join(LOCAL_TASKS)} can be read from local files instead, in a folder given as `folder`."
+        f"task {name!r} cannot be loaded: {reason(error)}. Fetch {dataset} into the Hugging Face cache while there is "
+        f"a network; {' and '.join(LOCAL_TASKS)} can be read from local files instead, in a folder given as `folder`."
     )
 
 

@@ -250,6 +250,7 @@ def run_cell(cell: Cell, out: Path, watch: Watcher | None = None) -> dict[str, A
             check_reading(cell)
             result = _read(cell, _trained(cell, out, watch), folder, watch)
             write_json(folder / EVALUATION, result)
+            shutil.rmtree(folder / retrieval_cell.EMBEDDINGS, ignore_errors=True)
         (folder / FAILURE).unlink(missing_ok=True)
     _tell(watch, cell, "done", 1.0)
     return result
@@ -428,11 +429,13 @@ def by_variant(rows: Sequence[dict[str, Any]], key: str = "perplexity") -> dict[
 
 def add_baseline(study: Study, out: Path) -> None:
     """BM25 on the study's collections, once."""
-    if study.retrieval is not None and baseline(out).keys() != set(study.retrieval.collections):
-        write_json(out / BASELINE, retrieval_cell.baseline(study.retrieval.collections))
+    assert study.retrieval is not None
+    known = baseline(out)
+    wanted = study.retrieval.collections
+    write_json(out / BASELINE, {name: known.get(name) or retrieval_cell.baseline(name) for name in wanted})
 
 
-def baseline(out: Path) -> dict[str, dict[str, float]]:
+def baseline(out: Path) -> dict[str, dict[str, Any]]:
     return read_json(out / BASELINE) if (out / BASELINE).exists() else {}
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from cable_attn.attention import attention
 from cable_attn.bias import PotentialBias
-from cable_attn.errors import CableError
+from cable_attn.errors import CableError, reason
 
 
 class Shape(NamedTuple):
@@ -212,7 +212,7 @@ def run(shapes: tuple[Shape, ...], tell: Callable[[str], None]) -> Iterator[dict
             try:
                 row |= measure(shape, peer)
             except Exception as error:
-                row["error"] = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+                row["error"] = reason(error)
             gc.collect()
             torch.cuda.empty_cache()
             yield row

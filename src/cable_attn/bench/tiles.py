@@ -42,7 +42,7 @@ class Problem:
 
     def __init__(self, shape: Shape, bias: str):
         q, k, v, c, g = (leaf.detach() for leaf in Inputs.random(shape).leaves)
-        numbers: Any = (shape.dim**-0.5, True, 0, 0, BIASES[bias], 0.0)
+        numbers: Any = (shape.dim**-0.5, True, 0, 0, BIASES[bias], 0.0, 0)
         self.key = (fused.padded(shape.dim), torch.bfloat16, BIASES[bias])
         self.tiles: Tiles = tiles.tiles_for(*self.key, torch.cuda.get_device_capability())
         self.forward: Any = partial(fused._forward, q, k, v, c, g, None, None, *numbers)

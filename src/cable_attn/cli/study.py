@@ -108,7 +108,7 @@ def run_study(
     else:
         failed = _run_in_processes(study, file, overrides or [], folder, wanted, jobs, shlex.split(launcher))
     _tell_failures(failed, len(studies.choose(study, wanted)))
-    if study.retrieval is not None:
+    if study.retrieval is not None and not wanted:
         _add_baseline(study, folder)
     _report(study, folder)
     if failed:
@@ -250,7 +250,7 @@ def _add_baseline(study: Any, folder: Path) -> None:
 
     try:
         studies.add_baseline(study, folder)
-    except CableError as error:  # a table without it is better than none
+    except Exception as error:  # a table without it is better than none
         say(f"No BM25 beside: {error}")
 
 
@@ -374,10 +374,10 @@ def _retrieval_tables(study: Any, rows: list[dict[str, Any]], paper: dict[str, A
         words = studies.baseline(folder).get(collection)
         if words is not None:
             values["bm25, whole documents"] = {n: [100 * words["ndcg@10"]] for n in study.lengths}
-        name = Path(collection).name
-        title = study.title if len(collections) == 1 else f"{study.title}: {name}"
-        table = LengthTable(title, values, study.trained_at, paper, lower_is_better=False)
-        _write_table(table, folder / ("table" if len(collections) == 1 else f"table-{name}"))
+        alone = len(collections) == 1
+        title = study.title if alone else f"{study.title}: {collection}"
+        table = LengthTable(title, values, study.trained_at, paper if alone else {}, lower_is_better=False)
+        _write_table(table, folder / ("table" if alone else f"table-{collection.replace('/', '-')}"))
 
 
 def _loss_table(title: str, rows: list[dict[str, Any]]) -> Table:

@@ -10,7 +10,7 @@ import numpy as np
 
 from cable_attn.data.corpus import Document
 from cable_attn.data.tokens import train_bpe
-from cable_attn.errors import CableError
+from cable_attn.errors import CableError, reason
 
 LEARN_FROM = 50_000_000
 """Characters that a BPE is learned from."""
@@ -87,7 +87,7 @@ def load_tokenizer(name: str) -> Any:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # transformers raises whatever the file or the network did
         raise CableError(
-            f"tokenizer {name!r} cannot be loaded: {str(error).strip().splitlines()[0][:200]} "
+            f"tokenizer {name!r} cannot be loaded: {reason(error)}. "
             "Allowed: tiktoken, bpe:SIZE, a Hugging Face name, or a folder that holds a tokenizer."
         ) from error
 

@@ -80,15 +80,17 @@ class Cable(PotentialEncoding):
             _fill(self.step.bias, torch.ones_like(slope))
             _fill(self.strength.bias, slope.expm1().log())
 
-    def steps_and_gain(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        steps, strength = together(self.step, self.strength, x)
-        return steps.relu(), nn.functional.softplus(strength) + self.gain_floor
-
     def steps(self, x: Tensor) -> Tensor:
-        return self.steps_and_gain(x)[0]
+        return self.step(x).relu()
 
     def gain(self, x: Tensor) -> Tensor:
-        return self.steps_and_gain(x)[1]
+        return nn.functional.softplus(self.strength(x)) + self.gain_floor
+
+    def steps_and_gain(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        if type(self).steps is not Cable.steps or type(self).gain is not Cable.gain:
+            return super().steps_and_gain(x)
+        steps, strength = together(self.step, self.strength, x)
+        return steps.relu(), nn.functional.softplus(strength) + self.gain_floor
 
 
 class KCable(Cable):

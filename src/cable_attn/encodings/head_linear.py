@@ -62,9 +62,10 @@ def together(first: nn.Module, second: nn.Module, x: Tensor) -> tuple[Tensor, Te
 
 
 def _is_plain(layer: Any) -> bool:
-    if type(layer) is not HeadLinear or layer.per_head_input:
+    if type(layer) is not HeadLinear or layer.per_head_input or type(layer.weight) is not nn.Parameter:
         return False
-    return not layer._forward_hooks and not layer._forward_pre_hooks
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+    return "forward" not in vars(layer) and not any(hooks)  # accelerate's offloading sets a forward on the instance
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

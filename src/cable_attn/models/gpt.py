@@ -123,7 +123,8 @@ class CableGPTModel(CableGPTPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
         x = self.wte(input_ids) if inputs_embeds is None else inputs_embeds
-        use_cache = self.config.use_cache if use_cache is None else use_cache
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training  # in training nothing would ever read it
         if self.gradient_checkpointing and self.training:
             use_cache = False
         if use_cache and past_key_values is None:

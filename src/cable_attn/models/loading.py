@@ -9,7 +9,7 @@ from typing import Any
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from cable_attn.errors import CableError
+from cable_attn.errors import CableError, reason
 
 
 def checkpoint_folder(name: str) -> Path:
@@ -22,9 +22,7 @@ def checkpoint_folder(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model"]))
     except Exception as error:  # whatever the network or the hub did
-        raise CableError(
-            f"{name!r} is no folder here, and the hub cannot give it: {str(error).strip().splitlines()[0][:200]}"
-        ) from error
+        raise CableError(f"{name!r} is no folder here, and the hub cannot give it: {reason(error)}.") from error
 
 
 def tokenizer_of(folder: Path) -> Any:
@@ -65,5 +63,4 @@ def load_model(folder: Path) -> PreTrainedModel:
 
 
 def _broken(folder: Path, error: Exception) -> CableError:
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return CableError(f"checkpoint {str(folder)!r} cannot be loaded: {reason}")
+    return CableError(f"checkpoint {str(folder)!r} cannot be loaded: {reason(error)}.")

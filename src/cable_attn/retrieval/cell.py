@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cable_attn.errors import CableError
+from cable_attn.files import read_json
 from cable_attn.retrieval import evaluation, training
 from cable_attn.retrieval.collection import find_collection
 
+FINE_TUNED = "fine_tuning.json"
 RETRIEVER = "retriever"
 """The fine-tuned encoder's folder in its cell."""
+EMBEDDINGS = "embeddings"
+"""Only while the cell is being worked on: gigabytes for a large collection."""
 Watcher = Callable[[str, float], None]
 """``watch(what, share)``."""
 
@@ -42,10 +46,22 @@ class Retrieval:
 
 def check(retrieval: Retrieval) -> None:
     """What must not come up after hours of pre-training."""
-    if not retrieval.triplets or not retrieval.collections:
-        raise CableError("[retrieval] needs triplets and collections.")
+    if not isinstance(retrieval.collections, list) or not retrieval.collections or not retrieval.triplets:
+        raise CableError("[retrieval] needs triplets (a text) and collections (a list).")
+    for key in ("batch_size", "learning_rate", "epochs", "max_length", "batch_tokens"):
+        if not getattr(retrieval, key) > 0:
+            raise CableError(f"[retrieval] {key} must be above 0, got {getattr(retrieval, key)!r}.")
+    needed = ["sentence_transformers", "ir_measures"]
+    needed += ["mteb"] if "mldr" in retrieval.collections else []
+    needed += ["datasets"] if retrieval.triplets == "msmarco" else []
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        raise CableError(f"the study needs {', '.join(missing)}: pip install 'cable-attn[data,mldr,retrieval]'.")
     if retrieval.triplets != "msmarco":
         training.read_triplets(retrieval.triplets, 1)
+    for name in retrieval.collections:
+        if name != "mldr":
+            find_collection(name)
 
 
 def run(
@@ -54,9 +70,12 @@ def run(
     """``encoder``: the pre-trained one; ``own``: the cell's folder. What is done already is not done again."""
     tell: Watcher = watch or (lambda what, share: None)
     retriever = own / RETRIEVER
-    if not (retriever / "modules.json").exists():
+    settings = retrieval.settings(seed)
+    if (retriever / "modules.json").exists():
+        before = read_json(retriever / FINE_TUNED)["origin"]
+        training.require_same(retriever, before, training.origin(str(encoder), None, settings))
+    else:
         triplets = training.read_triplets(retrieval.triplets, retrieval.limit or None)
-        settings = retrieval.settings(seed)
         steps = settings.steps(len(triplets))
 
         def on_step(step: int, loss: float | None) -> None:
@@ -70,7 +89,7 @@ def run(
 
 
 def _fine_tuning(retriever: Path, batch_size: int) -> dict[str, Any]:
-    known = json.loads((retriever / "fine_tuning.json").read_text(encoding="utf-8"))
+    known = read_json(retriever / FINE_TUNED)
     curve = [(entry["step"] * batch_size, entry["loss"]) for entry in known["log"]]
     return {"triplets": known["triplets"], "curve": curve}
 
@@ -84,17 +103,15 @@ def _search(name: str, retriever: Path, retrieval: Retrieval, lengths: Sequence[
         done += count
         tell(f"{collection.name}, {length} tokens", done / total)
 
-    options: dict[str, Any] = {"batch_tokens": retrieval.batch_tokens, "cache": retriever.parent / "embeddings"}
+    options: dict[str, Any] = {"batch_tokens": retrieval.batch_tokens, "cache": retriever.parent / EMBEDDINGS}
     rows = evaluation.evaluate(collection, str(retriever), lengths, watch=on_texts, **options)
     for row in rows:
         row.pop("encoder")
-    return {"sha256": collection.sha256, "rows": rows}
+    return {"sha256": collection.sha256, "notes": collection.notes, "rows": rows}
 
 
-def baseline(collections: Sequence[str]) -> dict[str, dict[str, float]]:
-    """BM25's numbers for each collection: it reads whole documents, whatever their length."""
-    found = {}
-    for name in collections:
-        (row,) = evaluation.evaluate(find_collection(name), evaluation.BM25, [])
-        found[name] = {key: row[key] for key in ("ndcg@10", "recall@100", "mrr")}
-    return found
+def baseline(name: str) -> dict[str, Any]:
+    """BM25's numbers: it reads whole documents, whatever their length."""
+    collection = find_collection(name)
+    (row,) = evaluation.evaluate(collection, evaluation.BM25, [])
+    return {"sha256": collection.sha256, **{key: row[key] for key in ("ndcg@10", "recall@100", "mrr")}}

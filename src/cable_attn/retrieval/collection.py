@@ -39,8 +39,11 @@ class Collection:
     @property
     def sha256(self) -> str:
         """Of everything that results depend on."""
-        parts = [self.documents, self.queries, self.relevant]
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+        digest = hashlib.sha256()
+        for part in (self.documents, self.queries, self.relevant):
+            for name in sorted(part):
+                digest.update(json.dumps([name, part[name]], sort_keys=True).encode())
+        return digest.hexdigest()
 
 
 def find_collection(name: str, split: str = "test") -> Collection:
@@ -50,7 +53,11 @@ def find_collection(name: str, split: str = "test") -> Collection:
     if name == "mldr":
         return mldr.from_hub(split)
     if name != "embedded":
-        return mldr.from_files(Path(name), split) if mldr.is_mldr(Path(name)) else read_collection(Path(name), split)
+        return (
+            mldr.from_files(Path(name), split)
+            if mldr.is_mldr(Path(name), split)
+            else read_collection(Path(name), split)
+        )
     with TemporaryDirectory() as folder:
         embedded.write_embedded(Path(folder) / "embedded")
         return read_collection(Path(folder) / "embedded")

@@ -150,7 +150,11 @@ class Cache:
 
 def cache_folder(root: Path, name: str, max_length: int) -> Path:
     """Of one encoder at one length; another state of its weights has another folder."""
+    return root / f"{encoder_hash(name)[:16]}-{max_length}"
+
+
+def encoder_hash(name: str) -> str:
+    """Of all its weights."""
     folder = checkpoint_folder(name)
     weights = [path.parent for path in sorted(folder.rglob("config.json"))] or [folder]
-    digest = hashlib.sha256("".join(checkpoint_hash(path) for path in weights).encode()).hexdigest()
-    return root / f"{digest[:16]}-{max_length}"
+    return hashlib.sha256("".join(checkpoint_hash(path) for path in weights).encode()).hexdigest()

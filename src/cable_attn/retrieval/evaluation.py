@@ -40,7 +40,11 @@ def measure(collection: Collection, ranking: Ranking) -> dict[str, float]:
 def by_vectors(collection: Collection, documents: np.ndarray, queries: np.ndarray, search: str = "auto") -> Ranking:
     """Exact search by product; ``faiss`` does it where there is no GPU, if it is installed."""
     names, asked = list(collection.documents), list(collection.queries)
+    if not (np.isfinite(documents).all() and np.isfinite(queries).all()):
+        raise CableError("the encoder gives vectors that are not finite. Its weights are broken.")
     filled = np.flatnonzero(documents.any(1))  # an empty document has no vector and cannot be found
+    if not len(filled):
+        return {query: {} for query in asked}
     best = _by_faiss if _uses_faiss(search) else _by_product
     places, scores = best(documents[filled], queries, min(DEPTH, len(filled)))
     return {

@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from cable_attn.errors import CableError
+from cable_attn.errors import CableError, reason
 from cable_attn.retrieval.collection import Collection, checked, find_jsonl, read_jsonl, titled
 
 TASK = "MultiLongDocRetrieval"
@@ -29,10 +29,9 @@ def from_hub(split: str = "test") -> Collection:
     try:
         task.load_data()
     except Exception as error:  # whatever the hub or the network did
-        why = str(error).strip().splitlines()[0][:160]
         raise CableError(
-            f"the hub cannot give {task.metadata.dataset['path']!r}: {why}. Fetch it where there is a network, or give "
-            "the folder of MLDR's files (corpus.jsonl.gz and test.jsonl.gz)."
+            f"the hub cannot give {task.metadata.dataset['path']!r}: {reason(error)}. Fetch it where there is a "
+            "network, or give the folder of MLDR's files (corpus.jsonl.gz and test.jsonl.gz)."
         ) from error
     found = task.dataset["en"][split]
     documents = {row["id"]: titled(row) for row in found["corpus"]}
@@ -40,9 +39,9 @@ def from_hub(split: str = "test") -> Collection:
     return checked("mldr", documents, queries, found["relevant_docs"])
 
 
-def is_mldr(folder: Path) -> bool:
+def is_mldr(folder: Path, split: str) -> bool:
     """MLDR's own layout, not BEIR's."""
-    return find_jsonl(folder, "queries") is None and find_jsonl(folder, "test") is not None
+    return find_jsonl(folder, "queries") is None and find_jsonl(folder, split) is not None
 
 
 def from_files(folder: Path, split: str = "test") -> Collection:
@@ -52,15 +51,22 @@ def from_files(folder: Path, split: str = "test") -> Collection:
             raise CableError(f"{str(folder)!r} has MLDR's layout but no {name}.jsonl (also .gz, .bz2, .xz).")
     documents: dict[str, str] = {}
     for number, row in read_jsonl(paths["corpus"]):  # type: ignore[arg-type]
-        documents[_text(paths["corpus"], number, row, "docid")] = _text(paths["corpus"], number, row, "text")
+        document = _new(paths["corpus"], number, _text(paths["corpus"], number, row, "docid"), documents)
+        documents[document] = _text(paths["corpus"], number, row, "text")
     queries: dict[str, str] = {}
     relevant: dict[str, dict[str, int]] = {}
     for number, row in read_jsonl(paths[split]):  # type: ignore[arg-type]
-        query = _text(paths[split], number, row, "query_id")
+        query = _new(paths[split], number, _text(paths[split], number, row, "query_id"), queries)
         queries[query] = _text(paths[split], number, row, "query")
         passages = row.get("positive_passages") or []
         relevant[query] = {_text(paths[split], number, passage, "docid"): 1 for passage in passages}
     return checked(folder.name, documents, queries, relevant)
+
+
+def _new(path: Path | None, number: int, name: str, known: dict[str, str]) -> str:
+    if name in known:
+        raise CableError(f"{path}, line {number}: the id {name!r} was there before.")
+    return name
 
 
 def _text(path: Path | None, number: int, row: Any, key: str) -> str:

@@ -1,12 +1,14 @@
 """Fine-tuning an encoder on queries and passages: sentence-transformers' losses on Hugging Face's Trainer.
 
-Every other passage of a batch is a negative, and so are the hard ones that come with a query; no batch holds a text
-twice. The trainer of sentence-transformers would do the same, but insists on the package ``datasets``; this one takes
-lists.
+Every other passage of a batch is a negative, and so are the hard ones that come with a query; no passage that answers
+one query is a negative of another. The trainer of sentence-transformers would do much the same, but insists on the
+package ``datasets``; this one takes lists.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 import shutil
 from collections import deque
@@ -20,14 +22,15 @@ from torch.utils.data import Dataset, Sampler
 from transformers import TrainingArguments, set_seed
 
 from cable_attn.environment import environment
-from cable_attn.errors import CableError
-from cable_attn.files import writable_folder, write_json
+from cable_attn.errors import CableError, reason
+from cable_attn.files import read_json, writable_folder, write_json
 from cable_attn.retrieval.collection import read_jsonl
-from cable_attn.retrieval.encoder import load_encoder
-from cable_attn.training import DecayingTrainer, Watcher, Watching, last_complete_checkpoint
+from cable_attn.retrieval.encoder import encoder_hash, load_encoder
+from cable_attn.training import DecayingTrainer, Watcher, Watching, last_complete_checkpoint, processes
 
 MSMARCO = ("sentence-transformers/msmarco-co-condenser-margin-mse-sym-mnrl-mean-v1", "triplet-hard")
 """MS-MARCO with mined hard negatives, on the hub."""
+SETTINGS = "settings.json"
 KEYS = {"query": ("query", "anchor", "question"), "positive": ("positive", "pos"), "negative": ("negative", "neg")}
 
 
@@ -96,7 +99,7 @@ def _msmarco(limit: int | None) -> list[Triplet]:
         rows = load_dataset(*MSMARCO, split="train")
     except Exception as error:  # whatever the hub or the network did
         raise CableError(
-            f"the hub cannot give {MSMARCO[0]!r}: {str(error).strip().splitlines()[0][:160]} Fetch it where there is a "
+            f"the hub cannot give {MSMARCO[0]!r}: {reason(error)}. Fetch it where there is a "
             "network, or give a JSONL file of triplets."
         ) from error
     chosen = rows.select(range(min(limit or len(rows), len(rows))))
@@ -115,10 +118,14 @@ class _Triplets(Dataset):
 
 
 class NoRepeats(Sampler[int]):
-    """A shuffled epoch whose batches hold no text twice: it would be its own negative."""
+    """A shuffled epoch in whose batches no passage that answers one query is a negative of another.
 
-    def __init__(self, triplets: list[Triplet], batch_size: int, seed: int):
-        self.triplets, self.batch_size, self.seed, self.epoch = triplets, batch_size, seed, 0
+    What does not fit into a full batch any more is left to the next epoch, which has another order.
+    """
+
+    def __init__(self, triplets: list[Triplet], batch_size: int, negatives: int, seed: int):
+        self.triplets, self.batch_size, self.negatives, self.seed = triplets, batch_size, negatives, seed
+        self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -133,21 +140,27 @@ class NoRepeats(Sampler[int]):
         while left:
             batch, skipped = self._batch(left)
             yield from batch
-            if len(batch) < self.batch_size:  # the last batch may have to repeat
-                yield from skipped
-            else:
-                left.extendleft(reversed(skipped))
+            if len(batch) < self.batch_size:
+                return
+            left.extendleft(reversed(skipped))
 
     def _batch(self, left: deque[int]) -> tuple[list[int], list[int]]:
         batch: list[int] = []
         skipped: list[int] = []
-        used: set[str] = set()
+        queries: set[str] = set()
+        answers: set[str] = set()
+        others: set[str] = set()
         while left and len(batch) < self.batch_size:
             index = left.popleft()
             triplet = self.triplets[index]
-            texts = {triplet.query, triplet.positive, *triplet.negatives}
-            (batch if used.isdisjoint(texts) else skipped).append(index)
-            used |= texts if batch and batch[-1] == index else set()
+            negatives = set(triplet.negatives[: self.negatives])
+            if triplet.query in queries or triplet.positive in answers | others or negatives & answers:
+                skipped.append(index)
+                continue
+            batch.append(index)
+            queries.add(triplet.query)
+            answers.add(triplet.positive)
+            others |= negatives
         return batch, skipped
 
 
@@ -168,10 +181,11 @@ class _Trainer(DecayingTrainer):
     """The loss looks at all columns of a batch at once."""
 
     loss: Any
+    negatives = 1
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         triplets: Any = train_dataset or self.train_dataset
-        return NoRepeats(triplets.triplets, self.args.per_device_train_batch_size, self.args.seed)
+        return NoRepeats(triplets.triplets, self.args.per_device_train_batch_size, self.negatives, self.args.seed)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -206,7 +220,10 @@ def train(
         raise CableError(f"{str(folder)!r} holds a trained encoder. Choose another folder with --out.")
     if checkpoints.exists() and not resume:
         raise CableError(f"{str(folder)!r} holds a run that was cut off. Add --resume, or choose another with --out.")
-    writable_folder(folder)
+    if processes() > 1:
+        raise CableError("fine-tuning runs in one process; batches of many processes would not see each other.")
+    writable_folder(checkpoints)
+    _claim(checkpoints / SETTINGS, origin(encoder, triplets, settings))
     set_seed(settings.seed)
     model = load_encoder(encoder)
     model.max_seq_length = settings.max_length
@@ -218,12 +235,44 @@ def train(
         data_collator=_Collate(model.tokenizer, settings, columns),
         callbacks=[Watching(watch)],
     )
+    trainer.negatives = columns
     if settings.cached_batch:
         trainer.loss = losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=settings.cached_batch)
     else:
         trainer.loss = losses.MultipleNegativesRankingLoss(model)
     trainer.train(resume_from_checkpoint=last_complete_checkpoint(checkpoints) if resume else None)
     return _finish(trainer, encoder, folder, checkpoints, settings, len(triplets))
+
+
+def origin(encoder: str, triplets: list[Triplet] | None, settings: Settings) -> dict[str, Any]:
+    """All that a fine-tuned encoder depends on; ``None``: but for the triplets."""
+    own = {key: value for key, value in asdict(settings).items() if key != "save_every"}
+    own |= {"encoder_sha256": encoder_hash(encoder)}
+    if triplets is None:
+        return own
+    digest = hashlib.sha256()
+    for triplet in triplets:
+        digest.update(json.dumps([triplet.query, triplet.positive, triplet.negatives]).encode())
+    return {**own, "triplets_sha256": digest.hexdigest()}
+
+
+def _claim(path: Path, wanted: dict[str, Any]) -> None:
+    """A run that was cut off goes on with its own settings or not at all."""
+    if path.exists():
+        require_same(path.parent.parent, read_json(path), wanted)
+    else:
+        write_json(path, wanted)
+
+
+def require_same(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    changed = [
+        f"{key} was {before.get(key)!r} and is {value!r}" for key, value in now.items() if before.get(key) != value
+    ]
+    if changed:
+        raise CableError(
+            f"{str(folder)!r} holds the fine-tuning of other settings: {'; '.join(changed)}. Give the same ones, or "
+            "delete it."
+        )
 
 
 def _finish(
@@ -234,8 +283,10 @@ def _finish(
     partial = checkpoints / "model"
     trainer.model.save(str(partial), create_model_card=False)
     known = {"encoder": encoder, "triplets": count, **asdict(settings), "log": log, **environment()}
-    write_json(partial / "fine_tuning.json", known)
+    write_json(partial / "fine_tuning.json", {**known, "origin": read_json(checkpoints / SETTINGS)})
     for path in sorted(partial.iterdir(), key=lambda path: path.name == "modules.json"):
+        if (folder / path.name).is_dir():  # of a move that was cut off
+            shutil.rmtree(folder / path.name)
         shutil.move(str(path), folder / path.name)
     shutil.rmtree(checkpoints)
     return {"loss": log[-1]["loss"] if log else float("nan")}
@@ -244,7 +295,7 @@ def _finish(
 def _arguments(settings: Settings, count: int, folder: Path) -> TrainingArguments:
     cuda = torch.cuda.is_available()
     steps = settings.steps(count)
-    return TrainingArguments(
+    arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=steps,
         per_device_train_batch_size=settings.batch_size,
@@ -264,6 +315,9 @@ def _arguments(settings: Settings, count: int, folder: Path) -> TrainingArgument
         dataloader_pin_memory=cuda,
         use_cpu=not cuda,
     )
+    if arguments.n_gpu > 1:
+        arguments._n_gpu = 1  # transformers would make the batch larger than the settings say
+    return arguments
 
 
 def describe(triplets: list[Triplet]) -> str:
