@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from cable_attn.cli import bench, data, evaluation, models, retrieval, study
+from cable_attn.cli import bench, data, evaluation, look, models, retrieval, study
 from cable_attn.cli.common import say
 from cable_attn.errors import CableError
 
@@ -24,6 +24,7 @@ app = typer.Typer(
 app.command()(study.demo)
 app.command()(models.train)
 app.command(name="eval")(evaluation.evaluate)
+app.command()(look.explore)
 app.add_typer(study.app, name="study")
 app.command()(study.reproduce)
 app.add_typer(retrieval.app, name="retrieve")
