@@ -58,10 +58,10 @@ def explore(
 def _look(checkpoints: list[str], text: Path | None, tokens: int, attention: str) -> list[Any]:
     from cable_attn.explore.extract import look
 
-    read = [_load(checkpoint, text, tokens) for checkpoint in checkpoints]
     looked = []
     with working() as progress:
-        for checkpoint, (model, found) in zip(checkpoints, read):
+        for checkpoint in checkpoints:
+            model, found = _load(checkpoint, text, tokens)
             layers = _layers(attention, model.config.num_hidden_layers)
             bar = progress.add_task(Path(checkpoint).name[-13:], total=1, what="attention")
 
@@ -88,8 +88,8 @@ def _load(checkpoint: str, text: Path | None, tokens: int) -> tuple[Any, Any]:
     tokenizer = tokenizer_of(folder)
     if tokenizer is None:
         raise CableError(f"{str(folder)!r} has no tokenizer.json. Save the model's tokenizer there: save_pretrained.")
-    with torch.no_grad():
-        return model, tokenise(tokenizer, documents[0].text, tokens)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
+    return model, tokenise(tokenizer, documents[0].text, tokens)
 
 
 def _layers(text: str, layers: int) -> list[int]:

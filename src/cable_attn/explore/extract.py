@@ -63,13 +63,14 @@ class Looked:
         return int(self.arrays["windows"].shape[1])
 
 
+@torch.no_grad()
 def look(
     model: Any, tokens: Tokenised, name: str, attention_layers: Sequence[int] = (-1,), watch: Watcher | None = None
 ) -> Looked:
     """Read the text with the model and keep what can be shown. Layers count from 0, or from the end if negative."""
     if len(tokens.ids) > LONGEST:
         raise CableError(f"the page holds at most {LONGEST} tokens, got {len(tokens.ids)}. Give a smaller --tokens.")
-    calls = layer_calls(model.eval(), tokens.ids[None].to(next(model.parameters()).device))
+    calls = layer_calls(model.eval(), tokens.ids[None].to(model.device))
     config = model.config
     found = Looked(
         name=name,
@@ -82,7 +83,7 @@ def look(
         kernel=None,
         attention_layers=_chosen(attention_layers, len(calls)),
     )
-    _add_bias(found, [call.bias for call in calls], config.num_attention_heads)
+    _add_bias(found, [call.bias for call in calls], config.num_attention_heads, model.device)
     _add_attention(found, calls, watch)
     if "steps" in found.arrays:
         found.arrays["kind_steps"] = steps_by_kind(found.arrays["steps"], tokens.kinds)
@@ -96,7 +97,7 @@ def _chosen(wanted: Sequence[int], layers: int) -> list[int]:
     return sorted({layer % layers for layer in wanted})
 
 
-def _add_bias(found: Looked, biases: list[Bias | None], heads: int) -> None:
+def _add_bias(found: Looked, biases: list[Bias | None], heads: int, device: torch.device) -> None:
     length = len(found.tokens.ids)
     first = biases[0]
     if first is None:
@@ -108,12 +109,12 @@ def _add_bias(found: Looked, biases: list[Bias | None], heads: int) -> None:
         found.arrays["gains"] = np.stack([gains for _, gains in parts])
     elif isinstance(first, ToeplitzBias):
         found.form = "table"
-        found.arrays["table"] = np.stack([_table(bias, length, found.causal) for bias in biases if bias is not None])
+        found.arrays["table"] = np.stack([_table(bias, length, found.causal, device) for bias in biases if bias is not None])
     else:
         found.form = "grid"
         places, distances = grid_of(length, found.causal)
         found.arrays["places"], found.arrays["distances"] = places, distances
-        found.arrays["grid"] = np.stack([_grid(bias, places, distances, length) for bias in biases if bias is not None])
+        found.arrays["grid"] = np.stack([_grid(bias, places, distances, length, device) for bias in biases if bias is not None])
 
 
 def steps_and_gains(bias: PotentialBias, heads: int, length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -124,14 +125,14 @@ def steps_and_gains(bias: PotentialBias, heads: int, length: int) -> tuple[np.nd
     return steps.cpu().numpy(), gains.cpu().numpy()
 
 
-def _table(bias: Bias, length: int, causal: bool) -> np.ndarray:
+def _table(bias: Bias, length: int, causal: bool, device: torch.device) -> np.ndarray:
     """[H, distances]: from 0 up for a causal model, else from 1 − T to T − 1."""
-    last = torch.tensor([length - 1])
-    back = bias.rows(last, torch.arange(length))[0, :, 0].flip(-1)
+    keys = torch.arange(length, device=device)
+    back = bias.rows(keys[-1:], keys)[0, :, 0].flip(-1)
     if causal:
-        return back.double().detach().numpy()
-    ahead = bias.rows(torch.tensor([0]), torch.arange(length))[0, :, 0].flip(-1)
-    return torch.cat([ahead[:, :-1], back], dim=-1).double().detach().numpy()
+        return back.double().cpu().numpy()
+    ahead = bias.rows(keys[:1], keys)[0, :, 0].flip(-1)
+    return torch.cat([ahead[:, :-1], back], dim=-1).double().cpu().numpy()
 
 
 def grid_of(length: int, causal: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -142,13 +143,21 @@ def grid_of(length: int, causal: bool) -> tuple[np.ndarray, np.ndarray]:
     return places, far if causal else np.unique(np.concatenate([-far, far]))
 
 
-def _grid(bias: Bias, places: np.ndarray, distances: np.ndarray, length: int) -> np.ndarray:
-    """[H, places, distances]; a distance that would leave the text takes the value of the last one that does not."""
+def _grid(
+    bias: Bias, places: np.ndarray, distances: np.ndarray, length: int, device: torch.device
+) -> np.ndarray:
+    """[H, places, distances]; a distance that would leave the text takes the value at the nearest place that has it."""
+    far = torch.from_numpy(distances).to(device)
+    ends = torch.tensor([0, length - 1], device=device)
+    at_end = torch.where(far < 0, length - 1, 0)
+    nearest = bias.rows(at_end + far, ends)[0]  # [H, distances, 2]
+    nearest = torch.where(far < 0, nearest[..., 1], nearest[..., 0])
     rows = []
-    for place in places:
-        keys = np.clip(place - distances, 0, length - 1)
-        rows.append(bias.rows(torch.tensor([int(place)]), torch.from_numpy(keys))[0, :, 0])
-    return torch.stack(rows, dim=1).double().detach().numpy()
+    for place in torch.from_numpy(places).to(device):
+        keys = place - far
+        there = bias.rows(place[None], keys.clamp(0, length - 1))[0, :, 0]
+        rows.append(torch.where((keys >= 0) & (keys < length), there, nearest))
+    return torch.stack(rows, dim=1).double().cpu().numpy()
 
 
 def _add_attention(found: Looked, calls: list[Call], watch: Watcher | None) -> None:
@@ -185,13 +194,14 @@ class _Sums:
         self.by_distance = torch.zeros(heads, length, dtype=torch.float64)
         self.squares = torch.zeros(heads, self.cells, self.cells, dtype=torch.float64)
         self.cell = torch.arange(length) * self.cells // length
+        self.is_in_cell = torch.nn.functional.one_hot(self.cell, self.cells).float()
 
     def add(self, weights: Tensor, rows: range) -> None:
-        weights = weights.detach().cpu()
+        weights = weights.cpu()
         late = weights[:, max(self.length // 2 - rows.start, 0) :]
         if late.shape[1]:
             self._add_distances(late, rows.stop - late.shape[1])
-        by_column = torch.zeros(*weights.shape[:2], self.cells).index_add_(2, self.cell, weights.float())
+        by_column = weights.float() @ self.is_in_cell
         self.squares.index_add_(1, self.cell[rows.start : rows.stop], by_column.double())
 
     def _add_distances(self, weights: Tensor, first: int) -> None:
@@ -245,8 +255,11 @@ def _add_kept(found: Looked, kept: list[tuple[np.ndarray, np.ndarray, np.ndarray
 
 
 def steps_by_kind(steps: np.ndarray, kinds: list[int]) -> np.ndarray:
-    """The mean step of each kind of token [L, H, kinds]; NaN for a kind that does not occur."""
-    which = np.asarray(kinds)
+    """The mean step of each kind of token [L, H, kinds]; NaN for a kind that does not occur.
+
+    The first token is left out: nothing lies before it, so its step has no effect.
+    """
+    steps, which = steps[..., 1:], np.asarray(kinds)[1:]
     means = [
         steps[..., which == n].mean(-1) if (which == n).any() else np.full(steps.shape[:2], np.nan)
         for n in range(len(KINDS))

@@ -69,6 +69,11 @@ class Model {
 
   half(layer, head) { return this.windows[2 * (layer * this.heads + head) + 1]; }
 
+  typical(layer) { // the head whose window is the median
+    const heads = Array.from({ length: this.heads }, (_, n) => n).sort((a, b) => this.window(layer, a) - this.window(layer, b));
+    return heads[this.heads >> 1];
+  }
+
   atCharacter(place) { // the token that holds this character of the text
     let low = 0, high = this.length - 1;
     while (low < high) {
@@ -125,7 +130,7 @@ class Head {
     return found;
   }
 
-  range(lowest, highest) { // of the bias, for colours: 0 to -8, or what there is of a smaller or positive one
+  range() { // of the bias, for colours: 0 to -8, or what there is of a smaller or positive one
     if (!this.bias) return [0, 1];
     const { model } = this;
     if (model.form === "potential") return [-RANGE, 0];
@@ -299,7 +304,7 @@ class Panel {
     this.head = model.head(layer, head);
     state.heads[this.index] = [layer, head];
     this.range = this.head.range();
-    if (this.head.steps) this.topStep = Math.max([...this.head.steps].sort((a, b) => a - b)[Math.floor(model.length * 0.98)], 1e-6);
+    if (this.head.steps) this.measureSteps();
     this.buttons.forEach((button, n) => {
       const chosen = n === layer * model.heads + head;
       button.setAttribute("aria-pressed", String(chosen));
@@ -310,6 +315,12 @@ class Panel {
     this.drawKinds();
     this.draw();
     remember();
+  }
+
+  measureSteps() { // nothing lies before the first token, so its step has no effect
+    const sorted = this.head.steps.slice(1).sort();
+    this.same = sorted[0] === sorted[sorted.length - 1];
+    this.topStep = sorted[Math.floor(sorted.length * 0.98)] || sorted[sorted.length - 1] || 1;
   }
 
   draw() {
@@ -339,7 +350,7 @@ class Panel {
   }
 
   shade() {
-    if (state.shade === "step" && !this.head.steps) return this.head.bias ? "bias" : "attention";
+    if (state.shade === "step" && (!this.head.steps || this.same)) return this.head.bias ? "bias" : "attention";
     return state.shade === "bias" && !this.head.bias ? "attention" : state.shade;
   }
 
@@ -393,7 +404,7 @@ class Panel {
   drawChart() {
     const height = 190, [context, width] = canvas2d(this.chart, height);
     const [first, last] = this.visibleSpan(), size = last - first + 1;
-    const left = 44, right = width - 44, top = 18, bottom = height - 30;
+    const left = 56, right = width - 44, top = 18, bottom = height - 30;
     const ink = colour("--ink"), soft = colour("--soft"), blue = colour("--blue"), orange = colour("--orange");
     const x = (j) => left + (j - first + 0.5) / size * (right - left);
     context.strokeStyle = colour("--line");
@@ -412,9 +423,9 @@ class Panel {
     if (this.head.bias) this.drawBiasLine(context, { x, first, last, top, bottom, left, right, orange });
     context.fillStyle = soft;
     context.textAlign = "left";
-    context.fillText(`token ${first}`, left, bottom + 14);
+    if (x(this.t) > left + 60) context.fillText(`token ${first}`, left, bottom + 14);
     context.textAlign = "right";
-    context.fillText(`token ${last}`, right, bottom + 14);
+    if (x(this.t) < right - 60) context.fillText(`token ${last}`, right, bottom + 14);
     if (this.t >= first && this.t <= last) {
       context.fillStyle = ink;
       context.textAlign = "center";
@@ -456,21 +467,23 @@ class Panel {
 
   drawKinds() {
     const { model, head } = this;
-    if (!head.steps) {
-      this.kindTable.replaceChildren(element("p", { class: "note" }, `${model.encoding} has no step that depends on the token.`));
+    if (!head.steps || this.same) {
+      const told = head.steps && !head.steps.at(-1) ? "In this head no token adds distance." : `In ${model.encoding} distance does not depend on what the tokens are.`;
+      this.kindTable.replaceChildren(element("p", { class: "note" }, told));
       return;
     }
     const kinds = DATA.kinds.length, all = model.layers * model.heads, at = head.layer * model.heads + head.number;
     const counts = new Array(kinds).fill(0);
-    model.kindOf.forEach((kind) => { counts[kind]++; });
+    model.kindOf.slice(1).forEach((kind) => { counts[kind]++; });
     const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
-    const overall = mean(Array.from({ length: all }, (_, n) => mean(model.steps.subarray(n * model.length, (n + 1) * model.length)))), here = mean(head.steps);
+    model.meanStep ??= mean(Array.from({ length: all }, (_, n) => mean(model.steps.subarray(n * model.length + 1, (n + 1) * model.length))));
+    const overall = model.meanStep, here = mean(head.steps.subarray(1));
     const ofHead = (n, kind) => model.kind_steps[n * kinds + kind];
     const rows = DATA.kinds.map((kind, k) => [kind, counts[k], ofHead(at, k), mean(Array.from({ length: all }, (_, n) => ofHead(n, k)))]).filter(([, count]) => count);
     rows.sort((a, b) => b[2] - a[2]);
     const lines = rows.map(([kind, count, own, every]) => element("tr", {}, element("td", {}, kind), element("td", {}, `${count}`), element("td", {}, number(own)),
       element("td", {}, here > 0 ? `${(own / here).toFixed(2)}×` : "–"), element("td", {}, number(every)), element("td", {}, overall > 0 ? `${(every / overall).toFixed(2)}×` : "–")));
-    this.kindTable.replaceChildren(element("table", { class: "data kinds" }, element("caption", {}, "Mean step; × is over that of all tokens. Most distance first."),
+    this.kindTable.replaceChildren(element("table", { class: "data kinds" }, element("caption", {}, "Mean step of all tokens but the first; × is over that of all kinds. Most distance first."),
       element("tr", {}, ...["kind", "tokens", "this head", "", "all heads", ""].map((name) => element("th", { scope: "col" }, name))), ...lines));
   }
 
@@ -480,7 +493,7 @@ class Panel {
     const width = Math.min(Math.max(this.map.parentElement.clientWidth, 60), 640);
     const [first, last] = this.visibleSpan(), size = last - first + 1, labelled = size <= 32;
     const margin = labelled ? 72 : 44, side = width - margin - 12, cells = Math.min(size, Math.round(side));
-    const [context] = canvas2d(this.map, width - 12 + 30);
+    const [context] = canvas2d(this.map, side + 36);
     const kind = this.mapKind(), [low, high] = this.range, { causal } = this.model;
     const token = (n) => first + Math.floor((n + 0.5) * size / cells);
     this.shownMap = { first, size, margin, side, kind };
@@ -523,6 +536,7 @@ class Panel {
     const each = labelled ? 1 : Math.ceil(size / 8);
     for (let n = 0; n < size; n += each) {
       const y = 6 + (n + 0.5) * step;
+      if (!labelled && Math.abs(n - this.t + first) * step < 12) continue;
       context.fillText(labelled ? cut(pieces[first + n]) : `${first + n}`, margin - 5, y + 4);
     }
     if (labelled && this.model.causal) { // keys named along the diagonal, where a causal map is empty
@@ -544,7 +558,7 @@ class Panel {
     context.strokeRect(margin - 1, 6 + row * step - 1, this.model.causal ? (row + 1) * step + 2 : side + 2, Math.max(step, 2) + 2);
     context.fillStyle = colour("--ink");
     context.textAlign = "right";
-    if (!labelled) context.fillText("▶", margin - 2, 6 + (row + 0.5) * step + 4);
+    if (!labelled) context.fillText(`${this.t} ▶`, margin - 2, 6 + (row + 0.5) * step + 4);
   }
 
   drawScale(context, width, [low, high]) {
@@ -625,12 +639,13 @@ function restore() {
   document.getElementById("numbers").checked = given.get("numbers") === "1";
   const t = whole(given.get("t"), panels[0].model.length - 1);
   state.pinned = t !== null;
-  state.t = t ?? Math.min(panels[0].model.length - 1, 48);
+  state.t = t ?? Math.min(panels[0].model.length - 1, 120);
   panels.forEach((panel, n) => {
     const [layer, head] = (given.get(`h${n}`) || "").split(".");
     panel.t = n ? panel.model.atCharacter(panels[0].model.starts[state.t]) : state.t;
     if (n && sameTokens(panel.model, panels[0].model)) panel.t = state.t;
-    panel.setHead(whole(layer, panel.model.layers - 1) ?? panel.model.attentionLayers.at(-1) ?? panel.model.layers - 1, whole(head, panel.model.heads - 1) ?? 0);
+    const chosen = whole(layer, panel.model.layers - 1) ?? panel.model.attentionLayers.at(-1) ?? panel.model.layers - 1;
+    panel.setHead(chosen, whole(head, panel.model.heads - 1) ?? panel.model.typical(chosen));
     panel.setToken(panel.t, true);
   });
 }

@@ -25,7 +25,7 @@ def render(looked: list[Looked], title: str) -> str:
     data = {"kinds": KINDS, "top": TOP, "lightest": LIGHTEST, "far": FAR, "models": [_model(one) for one in looked]}
     parts = {"title": _escape(title), "style": style, "data": script_json(data), "script": script}
     for name, content in parts.items():
-        page = page.replace(f"<!-- {name} -->", content, 1)
+        page = page.replace(f"<!-- {name} -->", content)
     return page
 
 

@@ -11,6 +11,7 @@ from cable_attn.errors import CableError
 
 KINDS = (
     "line break",
+    "space",
     "punctuation",
     "number",
     "function word",
@@ -64,8 +65,10 @@ def tokenise(tokenizer: Any, text: str, most: int) -> Tokenised:
 def kind(pieces: list[str], n: int) -> int:
     """What kind the n-th piece is. A word counts as a function word only if it is whole, and first of all as that."""
     bare = pieces[n].strip()
+    if not pieces[n]:  # one of several tokens that make up a letter
+        return KINDS.index("inside a word")
     if not bare:
-        return KINDS.index("line break" if "\n" in pieces[n] else "special")
+        return KINDS.index("line break" if "\n" in pieces[n] else "space")
     if not any(letter.isalnum() for letter in bare):
         return KINDS.index("punctuation")
     if not any(letter.isalpha() for letter in bare):

@@ -1,0 +1,230 @@
+"""The explorer page and the still figures: the numbers behind them, and the page in a real browser."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from cable_attn import ENCODINGS, CableBertForMaskedLM, CableGPTForCausalLM
+from cable_attn.attention import attention_weights
+from cable_attn.cli import app
+from cable_attn.data import Document, embedded_corpus, train_bpe
+from cable_attn.errors import CableError
+from cable_attn.explore import extract, page
+from cable_attn.explore.tokens import KINDS, Tokenised, kind, tokenise
+from cable_attn.models.capture import layer_calls
+
+from .conftest import small_bert, small_gpt, stir
+
+VOCABULARY = 400
+CHROMIUM = shutil.which("chromium")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_bpe([Document("a", embedded_corpus("test")[0].text[:100_000])], VOCABULARY)
+
+
+def novel(characters: int) -> str:
+    return embedded_corpus("test")[0].text[2000 : 2000 + characters]
+
+
+def make(encoding: str, bert: bool = False, **overrides):
+    fields = {"vocab_size": VOCABULARY, "max_position_embeddings": 64, **overrides}
+    model = CableBertForMaskedLM(small_bert(encoding, **fields)) if bert else None
+    model = model or CableGPTForCausalLM(small_gpt(encoding, **fields))
+    return stir(model).eval()
+
+
+def save(model, tokenizer, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, tokenizer) -> dict[str, Path]:
+    """A checkpoint of several encodings, GPT and BERT."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("runs")
+    found = {name: save(make(name), tokenizer, folder / name) for name in ("cable", "alibi", "rope", "fire")}
+    found["bert"] = save(make("cable", bert=True), tokenizer, folder / "bert")
+    return found
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(novel(1500))
+    return path
+
+
+def cable(*arguments: str | Path):
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception is not None and isinstance(result.exception, CableError):
+        return 2, str(result.exception)
+    return result.exit_code, result.output
+
+
+def whole(call) -> np.ndarray:
+    return attention_weights(call, range(call.q.shape[2]))[0].double().numpy()
+
+
+def test_tokens_are_the_text_and_each_has_its_kind(tokenizer):
+    text = "It was 1803, and “Catherine”\n\nwas not extraordinary."
+    found = tokenise(tokenizer, text, 1000)
+    assert "".join(found.pieces[1:]) == text and found.pieces[0] == tokenizer.bos_token
+    assert found.of == len(found.ids) == len(found.pieces) == len(found.kinds)
+    assert len(tokenise(tokenizer, text, 5).pieces) == 5
+    pieces = ["It", " was", " 18", "03", ",", " and", " Cath", "erine", "\n\n", "x", " not", "able", "", "  "]
+    kinds = [KINDS[kind(pieces, n)] for n in range(len(pieces))]
+    assert kinds == [
+        "function word", "function word", "number", "number", "punctuation", "function word", "capitalised",
+        "inside a word", "line break", "other word", "other word", "inside a word", "inside a word", "space",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("encoding", list(ENCODINGS))
+def test_what_is_kept_of_every_encoding_gives_its_bias_back(encoding, tokenizer):
+    model = make(encoding)
+    tokens = tokenise(tokenizer, novel(400), 60)
+    looked = extract.look(model, tokens, "x")
+    call = layer_calls(model, tokens.ids[None])[1]
+    if call.bias is None:
+        assert looked.form == "none"
+        return
+    every = torch.arange(len(tokens.ids))
+    wanted = call.bias.rows(every, every).double().expand(1, 4, -1, -1)[0].detach().numpy()
+    seen = np.tril(np.ones(wanted.shape[-2:], dtype=bool))
+    assert np.allclose(rebuilt(looked, 1)[:, seen], wanted[:, seen], rtol=1e-5, atol=1e-4)
+
+
+def rebuilt(looked, layer: int) -> np.ndarray:
+    """The bias [H, T, T] from the arrays, as the page computes it."""
+    length = len(looked.tokens.ids)
+    i, j = np.arange(length)[:, None], np.arange(length)[None]
+    arrays = looked.arrays
+    if looked.form == "potential":
+        c = arrays["steps"][layer].cumsum(-1)
+        b = -arrays["gains"][layer][:, :, None] * abs(c[:, :, None] - c[:, None])
+        return -np.log1p(b * b) if looked.kernel == "log" else b
+    if looked.form == "table":
+        return arrays["table"][layer][:, (i - j) % length if looked.causal else i - j + length - 1]
+    grid, out = arrays["grid"][layer], np.zeros((looked.heads, length, length))
+    for head in range(looked.heads):
+        by_place = np.stack([np.interp(np.arange(length), arrays["distances"], row) for row in grid[head]])
+        for n in range(length):
+            column = np.array([np.interp(n, arrays["places"], by_place[:, d]) for d in range(length)])
+            out[head, n] = column[abs(n - np.arange(length))]
+    return out
+
+
+@pytest.mark.parametrize("bert", [False, True])
+def test_windows_maps_and_heaviest_keys_are_those_of_the_whole_matrix(bert, tokenizer, monkeypatch):
+    model = make("cable", bert=bert)
+    tokens = tokenise(tokenizer, novel(600), 101)
+    monkeypatch.setattr(extract, "BLOCK", 7 * 4 * 101)  # several blocks of rows, the last one short
+    looked = extract.look(model, tokens, "x", [0, -1])
+    assert looked.attention_layers == [0, 1]
+    at = 0
+    for layer, call in enumerate(layer_calls(model, tokens.ids[None])):
+        weights = whole(call)
+        assert np.array_equal(looked.arrays["windows"][layer], slow_windows(weights))
+        assert np.allclose(looked.arrays["maps"][layer].sum(-1), 1, atol=1e-5)
+        for head in range(4):
+            for i in range(101):
+                number = looked.arrays["counts"][layer, head, i]
+                keys, kept = (looked.arrays[name][at : at + number] for name in ("keys", "weights"))
+                at += number
+                assert list(keys) == sorted(keys, reverse=True) and number <= extract.TOP
+                assert np.allclose(kept, weights[head, i, keys], atol=1e-6)
+                enough = sorted(weights[head, i], reverse=True)[: extract.TOP]
+                assert math.isclose(kept.sum(), sum(w for w in enough if w >= extract.LIGHTEST), abs_tol=1e-5)
+    assert at == len(looked.arrays["keys"])
+
+
+def slow_windows(weights: np.ndarray) -> np.ndarray:
+    """By the definition, in loops: queries of the second half, mean weight beyond a distance."""
+    heads, length, _ = weights.shape
+    found = np.zeros((heads, 2), dtype=int)
+    late = range(length // 2, length)
+    for head in range(heads):
+        for n, share in enumerate((0.01, 0.5)):
+            for distance in range(length):
+                beyond = [sum(w for j, w in enumerate(weights[head, i]) if abs(i - j) > distance) for i in late]
+                if np.mean(beyond) < share:
+                    found[head, n] = distance
+                    break
+    return found
+
+
+def test_steps_by_kind_are_means_without_the_first_token():
+    steps = np.array([[[9.0, 1.0, 2.0, 6.0]]])
+    punctuation, number = KINDS.index("punctuation"), KINDS.index("number")
+    found = extract.steps_by_kind(steps, [number, punctuation, punctuation, number])
+    assert found[0, 0, punctuation] == 1.5 and found[0, 0, number] == 6.0
+    assert np.isnan(found[0, 0, KINDS.index("space")])
+
+
+def test_the_page_asks_nothing_of_any_network_and_text_cannot_break_out(tokenizer):
+    model = make("cable")
+    nasty = 'a </script><script>alert("x")</script> <!-- data --> http://example.org <img src=x>'
+    html = page.render([extract.look(model, tokenise(tokenizer, nasty, 200), "<b>")], "<i>&")
+    assert "default-src 'none'" in html and html.count("<script") == 2 and "<img" not in html
+    assert not re.search(r"""(src|href)\s*=\s*["']?(?!data:,)[a-z]*:?//""", html)
+    without = re.sub(r'<script type="application/json".*?</script>', "", html, flags=re.DOTALL)
+    assert "http://" not in without and "https://" not in without
+
+
+def test_a_page_of_4096_tokens_is_small(tokenizer):
+    model = make("cable")
+    tokens = tokenise(tokenizer, novel(30_000), 4096)
+    assert len(tokens.ids) == 4096
+    assert len(page.render([extract.look(model, tokens, "x")], "x").encode()) < 5e6
+
+
+def test_explore_writes_a_page_for_any_checkpoint(runs, text, tmp_path):
+    for name, folder in runs.items():
+        out = tmp_path / f"{name}.html"
+        code, told = cable("explore", folder, "--text", text, "--tokens", "100", "--attention", "all", "--out", out)
+        assert code == 0 and str(out) in told.replace("\n", ""), told
+        data = embedded(out)
+        assert [model["encoding"] for model in data["models"]] == ["cable" if name == "bert" else name]
+        assert data["models"][0]["attentionLayers"] == [0, 1]
+    code, told = cable("explore", runs["cable"], runs["alibi"], "--text", text, "--out", tmp_path / "two.html")
+    assert code == 0 and len(embedded(tmp_path / "two.html")["models"]) == 2, told
+
+
+def embedded(path: Path) -> dict:
+    return json.loads(re.search(r'id="data">(.*?)</script>', path.read_text(), re.DOTALL)[1])
+
+
+def test_what_cannot_be_explored_is_named(runs, text, tmp_path):
+    out = ["--out", str(tmp_path / "x.html")]
+    assert cable("explore", runs["cable"], "--text", tmp_path / "none.txt", *out) == (
+        2, f"no such file or folder: {str(tmp_path / 'none.txt')!r}.",
+    )  # fmt: skip
+    for arguments, words in (
+        ([runs["cable"], "--attention", "7"], "no layer 7: it has the layers 0 to 1"),
+        ([runs["cable"], "--attention", "x"], "like 0,5"),
+        ([tmp_path, "--text", text], "no config.json"),
+        ([runs["cable"]] * 3, "one checkpoint or two"),
+    ):
+        code, told = cable("explore", *arguments, *out)
+        assert code == 2 and words in told
+    bare = tmp_path / "bare"
+    make("cable").save_pretrained(bare)
+    assert "no tokenizer.json" in cable("explore", bare, *out)[1]
+    assert not (tmp_path / "x.html").exists()
+    code, told = cable("explore", runs["cable"], "--out", tmp_path)
+    assert code == 2 and "is a folder" in told
+    with pytest.raises(CableError, match="at most 65536"):
+        extract.look(make("cable"), Tokenised(torch.zeros(65537), [], [], 0), "x")
