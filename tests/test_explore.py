@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
@@ -75,7 +76,7 @@ def cable(*arguments: str | Path):
 
 
 def whole(call) -> np.ndarray:
-    return attention_weights(call, range(call.q.shape[2]))[0].double().numpy()
+    return attention_weights(call, range(call.q.shape[2]))[0].detach().double().numpy()
 
 
 def test_tokens_are_the_text_and_each_has_its_kind(tokenizer):
@@ -228,3 +229,169 @@ def test_what_cannot_be_explored_is_named(runs, text, tmp_path):
     assert code == 2 and "is a folder" in told
     with pytest.raises(CableError, match="at most 65536"):
         extract.look(make("cable"), Tokenised(torch.zeros(65537), [], [], 0), "x")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is missing: pip install playwright")
+    if CHROMIUM is None:
+        pytest.skip("chromium is missing: apt-get install chromium")
+    options = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-dev-shm-usage"]
+    with playwright.sync_playwright() as started:
+        chromium = started.chromium.launch(executable_path=CHROMIUM, args=options)
+        yield chromium
+        chromium.close()
+
+
+class Opened:
+    """A page in the browser, and what went wrong in it."""
+
+    def __init__(self, browser, **options):
+        self.page = browser.new_context(**options).new_page()
+        self.wrong: list[str] = []
+        self.page.on("console", lambda message: self.wrong.append(f"{message.type}: {message.text}"))
+        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
+        self.page.on("request", lambda request: self._require_own(request.url))
+
+    def _require_own(self, url: str) -> None:
+        if not url.startswith(("file://", "data:", "about:")):
+            self.wrong.append(f"asked for {url}")
+
+    def open(self, path: Path, fragment: str = ""):
+        self.page.goto("about:blank")
+        self.page.goto(f"file://{path}{fragment}")
+        self.page.wait_for_selector("#panels[aria-busy=false]")
+        return self.page
+
+    def wait(self, condition: str) -> None:
+        """The page's own policy forbids eval, with which playwright would wait."""
+        deadline = time.monotonic() + 20
+        while not self.page.evaluate(condition):
+            assert time.monotonic() < deadline, f"never: {condition}"
+            self.page.wait_for_timeout(20)
+
+    def number(self, selector: str) -> float:
+        return float(self.page.locator(selector).first.inner_text().replace("−", "-").removesuffix(" %"))
+
+
+@pytest.fixture
+def opened(browser):
+    found = Opened(browser, viewport={"width": 1200, "height": 900})
+    yield found
+    found.page.context.close()
+    assert found.wrong == []
+
+
+@pytest.fixture(scope="module")
+def made(runs, tmp_path_factory):
+    """The page of a checkpoint, and the same things computed here."""
+    folder = tmp_path_factory.mktemp("pages")
+    (folder / "text.txt").write_text(novel(1500))
+
+    def page_of(*names: str) -> Path:
+        out = folder / f"{'-'.join(names)}.html"
+        checkpoints = [runs[name] for name in names]
+        code, told = cable("explore", *checkpoints, "--text", folder / "text.txt", "--tokens", "300", "--out", out)
+        assert code == 0, told
+        return out
+
+    return page_of
+
+
+def test_in_a_browser_a_head_is_picked_and_a_token_hovered_and_the_numbers_are_right(opened, made, runs, tokenizer):
+    page = opened.open(made("cable"))
+    page.locator('button[data-head="1.2"]').click()
+    assert page.locator('button[aria-pressed="true"]').get_attribute("data-head") == "1.2"
+    page.locator(".text span").nth(40).hover()
+    opened.wait("document.querySelector('.readout').textContent.includes('Query 40 ')")
+    model = CableGPTForCausalLM.from_pretrained(runs["cable"]).eval()
+    tokens = tokenise(tokenizer, novel(1500), 300)
+    call = layer_calls(model, tokens.ids[None])[1]
+    steps, gains = extract.steps_and_gains(call.bias, 4, 300)
+    assert math.isclose(opened.number(".readout .step"), steps[2, 40], rel_tol=6e-3)
+    assert math.isclose(opened.number(".readout .gain"), gains[2, 40], rel_tol=6e-3)
+    every = torch.arange(300)
+    bias = call.bias.rows(every, every)[0, 2].detach().numpy()
+    assert opened.number(".readout .sees") == (bias[40, :41] > math.log(0.01)).sum()
+    weights = whole(call)[2]
+    for n, key in enumerate(weights[40].argsort()[::-1][:4]):
+        row = page.locator(".columns table.data").first.locator("tr").nth(n + 1)
+        told = [cell.replace("−", "-").removesuffix(" %") for cell in row.locator("td").all_inner_texts()]
+        assert int(told[1]) == key
+        assert math.isclose(float(told[3]), bias[40, key], rel_tol=6e-3, abs_tol=1e-3)
+        assert abs(float(told[4]) / 100 - weights[40, key]) < 1e-4
+    asked = "[[70, 3], [299, 150], [5, 5]].map(([i, j]) => panels[0].head.bias(i, j))"
+    assert np.allclose(page.evaluate(asked), [bias[70, 3], bias[299, 150], bias[5, 5]], rtol=2e-3, atol=1e-3)
+    assert math.isclose(page.evaluate("panels[0].head.attention(299).reduce((s, [, w]) => s + w, 0)"),
+                        sum(w for w in sorted(weights[299])[-32:] if w >= 1e-3), abs_tol=2e-3)  # fmt: skip
+
+
+def test_in_a_browser_a_link_restores_the_state(opened, made):
+    page = opened.open(made("cable", "alibi"), "#t=77&h0=0.3&h1=1.1&span=32&shade=attention&heat=attention&numbers=1")
+    assert page.locator(".query").count() == 2
+    assert [page.evaluate(f"panels[{n}].t") for n in (0, 1)] == [77, 77]
+    pressed = page.locator('button[aria-pressed="true"]')
+    assert [pressed.nth(n).get_attribute("data-head") for n in (0, 1)] == ["0.3", "1.1"]
+    assert [page.locator(f"#{name}").input_value() for name in ("span", "shade", "heat")] == [
+        "32", "attention", "attention",
+    ]  # fmt: skip
+    page.locator(".text").first.focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowDown")
+    page.locator('button[aria-pressed="true"]').first.focus()
+    page.keyboard.press("ArrowDown")
+    opened.wait("location.hash.includes('t=88') && location.hash.includes('h0=1.3')")
+    again = opened.open(made("cable", "alibi"), page.evaluate("location.hash"))
+    assert again.locator(".readout").first.inner_text().startswith("Query 88")
+    assert again.locator('button[aria-pressed="true"]').first.get_attribute("data-head") == "1.3"
+    opened.open(made("cable"), "#t=99999&h0=7.x&span=-1&shade=<b>")  # nonsense is passed over
+    assert again.locator(".query").count() == 1
+
+
+@pytest.mark.parametrize("name", ["alibi", "rope", "fire", "bert"])
+def test_in_a_browser_every_form_of_bias_is_drawn(name, opened, made, runs, tokenizer):
+    page = opened.open(made(name), "#t=100&h0=1.0")
+    kind = CableBertForMaskedLM if name == "bert" else CableGPTForCausalLM
+    tokens = tokenise(tokenizer, novel(1500), 300)
+    call = layer_calls(kind.from_pretrained(runs[name]).eval(), tokens.ids[None])[1]
+    asked = [(200, 3), (299, 298), (5, 5), (100, 90)] + ([(3, 200)] if name == "bert" else [])
+    if call.bias is None:
+        assert page.evaluate("panels[0].head.bias") is None
+    else:
+        found = page.evaluate(f"{json.dumps(asked)}.map(([i, j]) => panels[0].head.bias(i, j))")
+        wanted = [call.bias.rows(torch.tensor([i]), torch.tensor([j]))[0, 0].item() for i, j in asked]
+        assert np.allclose(found, wanted, rtol=5e-3, atol=2e-3)
+    pixel = "document.querySelector('canvas.map').getContext('2d').getImageData(200, 200, 1, 1).data[3]"
+    assert page.evaluate(pixel) == 255
+    weights = whole(call)[0, 100]
+    assert abs(opened.number(".columns table.data td.weight") / 100 - weights.max()) < 1e-4
+
+
+def test_in_a_browser_the_page_fits_a_phone_and_a_tap_moves_the_query(browser, made):
+    phone = Opened(browser, viewport={"width": 380, "height": 700}, has_touch=True, is_mobile=True, color_scheme="dark")
+    page = phone.open(made("cable", "rope"))
+    assert page.evaluate("document.documentElement.scrollWidth") <= 380
+    page.locator(".text span").nth(12).tap()
+    phone.wait("document.querySelector('.readout').textContent.includes('Query 12 ')")
+    page.context.close()
+    assert phone.wrong == []
+
+
+def test_in_a_browser_4096_tokens_stay_smooth(opened, tokenizer, tmp_path):
+    looked = extract.look(make("cable"), tokenise(tokenizer, novel(30_000), 4096), "x")
+    path = tmp_path / "long.html"
+    path.write_text(page.render([looked], "long"))
+    browser_page = opened.open(path)
+    times = browser_page.evaluate(
+        """async () => {
+            const times = [];
+            for (const button of [...panels[0].buttons, ...panels[0].buttons]) {
+                const start = performance.now();
+                button.click();
+                await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));  // drawn
+                times.push(performance.now() - start);
+            }
+            return times.sort((a, b) => a - b);
+        }"""
+    )
+    assert times[len(times) // 2] < 200, times

@@ -109,12 +109,16 @@ def _add_bias(found: Looked, biases: list[Bias | None], heads: int, device: torc
         found.arrays["gains"] = np.stack([gains for _, gains in parts])
     elif isinstance(first, ToeplitzBias):
         found.form = "table"
-        found.arrays["table"] = np.stack([_table(bias, length, found.causal, device) for bias in biases if bias is not None])
+        found.arrays["table"] = np.stack(
+            [_table(bias, length, found.causal, device) for bias in biases if bias is not None]
+        )
     else:
         found.form = "grid"
         places, distances = grid_of(length, found.causal)
         found.arrays["places"], found.arrays["distances"] = places, distances
-        found.arrays["grid"] = np.stack([_grid(bias, places, distances, length, device) for bias in biases if bias is not None])
+        found.arrays["grid"] = np.stack(
+            [_grid(bias, places, distances, length, device) for bias in biases if bias is not None]
+        )
 
 
 def steps_and_gains(bias: PotentialBias, heads: int, length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -138,14 +142,14 @@ def _table(bias: Bias, length: int, causal: bool, device: torch.device) -> np.nd
 def grid_of(length: int, causal: bool) -> tuple[np.ndarray, np.ndarray]:
     """Queries and distances at which a bias of no closed form is kept; between them the page interpolates."""
     places = np.unique(np.round(np.geomspace(1, length, 24)).astype(np.int64)) - 1
-    far = np.unique(np.concatenate([np.arange(33), np.round(np.geomspace(33, max(length - 1, 33), 96)).astype(np.int64)]))
+    far = np.unique(
+        np.concatenate([np.arange(33), np.round(np.geomspace(33, max(length - 1, 33), 96)).astype(np.int64)])
+    )
     far = far[far < length]
     return places, far if causal else np.unique(np.concatenate([-far, far]))
 
 
-def _grid(
-    bias: Bias, places: np.ndarray, distances: np.ndarray, length: int, device: torch.device
-) -> np.ndarray:
+def _grid(bias: Bias, places: np.ndarray, distances: np.ndarray, length: int, device: torch.device) -> np.ndarray:
     """[H, places, distances]; a distance that would leave the text takes the value at the nearest place that has it."""
     far = torch.from_numpy(distances).to(device)
     ends = torch.tensor([0, length - 1], device=device)

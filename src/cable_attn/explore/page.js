@@ -213,8 +213,9 @@ class Panel {
     this.headTitle = element("h3");
     this.root = element("section", { class: "panel", "aria-label": `${model.name}, ${model.encoding}` },
       element("h2", {}, `${model.encoding} · ${model.name}`), element("p", { class: "note" }, `${shape}; ${read}`),
-      element("h3", {}, "Pick a head"), element("p", { class: "note" }, this.gridNote()), this.grid, this.headTitle,
-      this.text, this.legend, this.readout,
+      element("div", { class: "top" },
+        element("div", {}, element("h3", {}, "Pick a head"), element("p", { class: "note" }, this.gridNote()), this.grid),
+        element("div", {}, this.headTitle, this.text, this.legend, this.readout)),
       element("div", { class: "columns" },
         element("div", {}, element("h3", {}, "What the query sees"), this.chart, this.topTable, element("h3", {}, "Which kinds of tokens add distance"), this.kindTable),
         element("div", {}, element("h3", {}, "Heat map of this head"), this.map, this.mapNote)));
