@@ -344,7 +344,7 @@ def _read(cell: Cell, folder: Path, watch: Watcher | None) -> dict[str, Any]:
         "seed": cell.seed,
         "settings": cell.settings(),
         "checkpoint_sha256": checkpoint_hash(folder),
-        "training": _training(folder),
+        "training": training_record(folder),
         **environment(),
     }
     if recipe.model.family == "bert":  # the loss of its training is all there is to read
@@ -373,7 +373,7 @@ def _read(cell: Cell, folder: Path, watch: Watcher | None) -> dict[str, Any]:
     return result
 
 
-def _training(folder: Path) -> dict[str, Any]:
+def training_record(folder: Path) -> dict[str, Any]:
     """The losses and the speed of the run."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     wanted = ("loss", "eval_loss", "tokens_per_second", "train_runtime", "peak_memory_mib", "tokens")

@@ -88,7 +88,7 @@ def _load(checkpoint: str, text: Path | None, tokens: int) -> tuple[Any, Any]:
     tokenizer = tokenizer_of(folder)
     if tokenizer is None:
         raise CableError(f"{str(folder)!r} has no tokenizer.json. Save the model's tokenizer there: save_pretrained.")
-    model.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
     return model, tokenise(tokenizer, documents[0].text, tokens)
 
 
@@ -107,3 +107,181 @@ def _require_folder(path: Path) -> None:
     if path.is_dir():
         raise CableError(f"--out {str(path)!r} is a folder. Name a file in it.")
     writable_folder(path.parent)
+
+
+def report(
+    source: Annotated[str, typer.Argument(help="A run folder, a folder of runs, or a study's name.")],
+    out: Annotated[Path | None, typer.Option(help="The page; default: report.html in the folder.")] = None,
+) -> None:
+    """Write one HTML page of a run or a study: tables, figures, loss curves, settings and environment.
+
+    It is made from what the folder holds, also while cells are still missing, and needs no network.
+
+    ```
+    The demo:            cable report runs/demo
+    A study by name:     cable report wikitext103-tiny
+    One run:             cable report runs/gpt-embedded-cable
+    ```
+    """
+    from cable_attn import summary
+
+    folder, title, paper = _find_study(source)
+    if out is not None:
+        _require_folder(out)
+    say(f"Report: {summary.write(folder, summary.gather(folder, title, paper), out)}")
+
+
+def _find_study(source: str) -> tuple[Path, str, Any]:
+    """The folder, and what the package knows of a study of that name."""
+    from cable_attn import study as studies
+
+    folder = Path(source)
+    if not folder.is_dir():
+        folder = Path("runs/studies") / source
+    if not folder.is_dir():
+        raise CableError(
+            f"{source!r} is neither a folder nor a study in runs/studies. Give the folder of a run or of a study."
+        )
+    name = folder.resolve().name
+    if name not in studies.builtin():
+        return folder, "", None
+    known = studies.load(name)
+    paper = studies.paper(known.paper)
+    return folder, known.title, paper["rows"] if paper else None
+
+
+plot_app = typer.Typer(
+    help="Still figures, each as PNG, SVG and PDF.", rich_markup_mode="markdown", no_args_is_help=True
+)
+Layer = Annotated[int, typer.Option(help="From 0; −1 is the last.")]
+Tokens = Annotated[int, typer.Option(min=2, help="Read at most so many tokens of the text.")]
+Stem = Annotated[Path | None, typer.Option(help="Where to: a path without its ending; default: the figure's name.")]
+
+
+@plot_app.command(name="bias")
+def plot_bias(
+    checkpoint: Checkpoint, text: TextFile = None, layer: Layer = -1, tokens: Tokens = 128, out: Stem = None
+) -> None:
+    """Heat maps of what a layer's encoding adds to the scores, for all its heads.
+
+    For an encoding that adds no bias, like rope, the scores themselves. For one that looks at the scores, like
+    dapev2-cable, all that it changes in them.
+
+    Example: `cable plot bias runs/demo/cable-0 --layer 0 --tokens 64`
+    """
+    from cable_attn.explore.figures import bias_figure
+
+    model, found = _load(checkpoint, text, tokens)
+    stem = _stem(out, f"bias-{model.config.encoding}")
+    _draw(lambda: bias_figure(model, found, layer, stem))
+
+
+@plot_app.command(name="compare")
+def plot_compare(
+    first: Checkpoint,
+    second: Checkpoint,
+    text: TextFile = None,
+    layer: Layer = -1,
+    head: Annotated[int, typer.Option(min=0, help="The head of the heat maps.")] = 0,
+    tokens: Tokens = 128,
+    out: Stem = None,
+) -> None:
+    """Two models on one text: one head's heat map, and one query's bias in all heads.
+
+    Example: `cable plot compare runs/demo/cable-0 runs/demo/alibi-0`
+    """
+    from cable_attn.explore.figures import compare_figure
+
+    models = [_load(checkpoint, text, tokens) for checkpoint in (first, second)]
+    stem = _stem(out, "-against-".join(model.config.encoding for model, _ in models))
+    _draw(lambda: compare_figure(models, layer, head, stem))
+
+
+@plot_app.command(name="diagram")
+def plot_diagram(out: Stem = None) -> None:
+    """How ALiBi and CABLE come to their biases, on six tokens."""
+    from cable_attn.explore.figures import diagram_figure
+
+    stem = _stem(out, "diagram")
+    _draw(lambda: diagram_figure(stem))
+
+
+@plot_app.command(name="perplexity")
+def plot_perplexity(
+    source: Annotated[str, typer.Argument(help="A folder of runs, or a study's name.")], out: Stem = None
+) -> None:
+    """Perplexity against length, from a study's stored results.
+
+    Example: `cable plot perplexity runs/demo`
+    """
+    import statistics
+
+    from cable_attn import study as studies
+    from cable_attn import summary
+    from cable_attn.report import perplexity_figure
+
+    gathered = summary.gather(_find_study(source)[0])
+    values = studies.by_variant(gathered.rows)
+    means = {name: {n: statistics.mean(found) for n, found in row.items()} for name, row in values.items() if row}
+    if not means:
+        raise CableError(f"{source!r} has no perplexities. Its cells must be read: cable study run, or cable eval.")
+    stem = _stem(out, "perplexity")
+    _draw(lambda: perplexity_figure(means, gathered.trained_at, stem))
+
+
+@plot_app.command(name="loss")
+def plot_loss(
+    sources: Annotated[list[str], typer.Argument(help="Run folders, folders of runs, or a study's name.")],
+    out: Stem = None,
+) -> None:
+    """Loss against tokens seen, a line for each run: next tokens (GPT) or masked tokens (BERT).
+
+    Example: `cable plot loss runs/bert-embedded-cable runs/bert-embedded-alibi`
+    """
+    from cable_attn import summary
+    from cable_attn.report import loss_figure
+
+    rows = [row for source in sources for row in summary.gather(_find_study(source)[0]).rows]
+    curves = {row["cell"]: row["training"]["curve"] for row in rows if row["training"].get("curve")}
+    if not curves:
+        raise CableError(f"{', '.join(sources)}: no loss was logged yet.")
+    stem = _stem(out, "loss")
+    _draw(lambda: loss_figure(curves, stem))
+
+
+@plot_app.command(name="training")
+def plot_training(
+    results: Annotated[Path, typer.Option(help="What cable bench train has stored.")] = Path(
+        "benchmarks/results/training.jsonl"
+    ),
+    out: Stem = None,
+) -> None:
+    """Training time and memory of each encoding, from the stored measurements."""
+    from cable_attn.bench import records
+    from cable_attn.report import training_figure
+
+    if not results.is_file():
+        raise CableError(
+            f"no measurements in {str(results)!r}. Make them with cable bench train."
+        )
+    rows = records.latest_by_size(records.read(results))
+    stem = _stem(out, "training")
+    _draw(lambda: training_figure(rows, stem))
+
+
+def _stem(out: Path | None, name: str) -> Path:
+    from cable_attn.files import writable_folder
+
+    stem = out or Path(name)
+    if stem.suffix in (".png", ".svg", ".pdf"):
+        stem = stem.with_suffix("")
+    writable_folder(stem.parent)
+    return stem
+
+
+def _draw(figure: Any) -> None:
+    try:
+        paths = figure()
+    except ImportError as error:
+        raise CableError("figures need matplotlib: pip install 'cable-attn[plot]'.") from error
+    say("Written: " + ", ".join(str(path) for path in paths))

@@ -106,7 +106,7 @@ def run_study(
     else:
         failed = _run_in_processes(study, file, overrides or [], folder, wanted, jobs, shlex.split(launcher))
     _tell_failures(failed, len(studies.choose(study, wanted)))
-    _report(study, folder)
+    _tell_page(_report(study, folder))
     if failed:
         raise typer.Exit(1)
 
@@ -117,7 +117,7 @@ def report(file: File, overrides: Overrides = None, out: Out = None) -> None:
     from cable_attn import study as studies
 
     study = studies.load(file, overrides or [])
-    _report(study, out or _folder(study))
+    _tell_page(_report(study, out or _folder(study)))
 
 
 def reproduce(
@@ -204,8 +204,8 @@ def demo(
         raise
     failed = _run_here(study, out, [])
     _tell_failures(failed, len(study.cells()))
-    _report(study, out)
-    say(f"{time.monotonic() - start:.0f} s.")
+    page = _report(study, out)
+    say(f"{time.monotonic() - start:.0f} s." + (f" All of it on one page: {page}" if page else ""))
     if failed:
         raise typer.Exit(1)
 
@@ -307,20 +307,26 @@ def _tell_failures(failed: dict[str, str], cells: int) -> None:
         say(f"{name} failed: {reason}")
 
 
-def _report(study: Any, folder: Path) -> None:
-    """Tables and figures of what is done, in the study's folder."""
+def _tell_page(page: Path | None) -> None:
+    if page is not None:
+        say(f"All of it on one page: {page}")
+
+
+def _report(study: Any, folder: Path) -> Path | None:
+    """Tables and figures of what is done, in the study's folder, and a page with all of it."""
     from cable_attn import study as studies
+    from cable_attn import summary
     from cable_attn.files import write_atomically, write_json
     from cable_attn.tables import LengthTable
 
     rows = list(studies.results(study, folder))
     if not rows:
         say(f"Nothing is done yet in {folder}.")
-        return
-    values = studies.by_variant(rows)
+        return None
+    values, numbers = studies.by_variant(rows), studies.paper(study.paper)
+    paper = numbers["rows"] if numbers else {}
     if any(values.values()):
-        paper = studies.paper(study.paper)
-        table = LengthTable(study.title, values, study.trained_at, paper["rows"] if paper else {})
+        table = LengthTable(study.title, values, study.trained_at, paper)
         console.print(table.rich())
         for name, content in (("md", table.markdown() + "\n"), ("csv", table.csv()), ("tex", table.latex())):
             write_atomically(folder / f"table.{name}", content)
@@ -339,6 +345,7 @@ def _report(study: Any, folder: Path) -> None:
         say(f"Not done: {', '.join(left)}")
     say(f"Tables: {folder / 'table'}.md, .csv, .tex" if means else f"Results: {folder}")
     _draw(study, rows, means, folder)
+    return summary.write(folder, summary.Gathered(study.title, rows, summary.failures(folder), paper))
 
 
 def _loss_table(title: str, rows: list[dict[str, Any]]) -> Table:

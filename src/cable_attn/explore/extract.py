@@ -210,7 +210,7 @@ class _Sums:
 
     def _add_distances(self, weights: Tensor, first: int) -> None:
         """Shift each row by one more than the row above, so that equal distances stand in one column."""
-        heads, n, length = weights.shape
+        _, n, length = weights.shape
         wide = torch.nn.functional.pad(weights.flip(-1), (0, n)).flatten(1)[:, : n * (length + n - 1)]
         along = wide.unflatten(1, (n, length + n - 1)).sum(1, dtype=torch.float64)
         distance = (torch.arange(length + n - 1) - (length - 1) + first).abs()
