@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +15,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from cable_attn import ENCODINGS, CableBertForMaskedLM, CableGPTForCausalLM
+from cable_attn import ENCODINGS, CableBertForMaskedLM, CableGPTForCausalLM, recipe
 from cable_attn.attention import attention_weights
 from cable_attn.cli import app
 from cable_attn.data import Document, embedded_corpus, train_bpe
 from cable_attn.errors import CableError
-from cable_attn.explore import extract, page
+from cable_attn.explore import extract, figures, page
 from cable_attn.explore.tokens import KINDS, Tokenised, kind, tokenise
+from cable_attn.files import write_json
 from cable_attn.models.capture import layer_calls
 
 from .conftest import small_bert, small_gpt, stir
@@ -395,3 +397,103 @@ def test_in_a_browser_4096_tokens_stay_smooth(opened, tokenizer, tmp_path):
         }"""
     )
     assert times[len(times) // 2] < 200, times
+
+
+@pytest.mark.parametrize("encoding", ["cable", "k-cable", "alibi", "t5", "kerple-log", "fire", "dapev2-cable", "rope"])
+def test_what_a_figure_shows_is_what_the_encoding_adds(encoding, tokenizer, tmp_path):
+    model = make(encoding)
+    tokens = tokenise(tokenizer, novel(300), 40)
+    values, name = figures.added(model, tokens, 1)
+    assert values.shape == (4, 40, 40) and np.isnan(values[:, 3, 4]).all() and not np.isnan(values[:, 4, :5]).any()
+    call = layer_calls(model, tokens.ids[None])[1]
+    scores = (call.q @ call.k.transpose(-1, -2) * call.scale)[0].detach().double().numpy()
+    logits = scores + values if "score (" not in name else values
+    logits = np.where(np.isnan(logits), -np.inf, logits)
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    assert np.allclose(weights / weights.sum(-1, keepdims=True), whole(call), atol=1e-5)
+    assert ("score (" in name) == (encoding == "rope")
+    for path in figures.bias_figure(model, tokens, -1, tmp_path / "bias"):
+        assert path.stat().st_size > 1000
+
+
+def test_plots_are_written_in_every_form(runs, text, tmp_path):
+    starts = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
+    for name, arguments in {
+        "bias": ["bias", runs["bert"], "--text", text, "--layer", "0", "--tokens", "32"],
+        "compare": ["compare", runs["cable"], runs["alibi"], "--text", text, "--head", "1", "--tokens", "32"],
+        "diagram": ["diagram"],
+    }.items():
+        code, told = cable("plot", *arguments, "--out", tmp_path / "new" / f"{name}.png")
+        assert code == 0, told
+        for ending, start in starts.items():
+            assert (tmp_path / "new" / f"{name}.{ending}").read_bytes().startswith(start)
+    assert len(list((tmp_path / "new").iterdir())) == 9
+
+
+@pytest.fixture
+def stored(tmp_path) -> Path:
+    """A study's folder: two cells that were read, one that failed, and one that is still in training."""
+    folder = tmp_path / "<study>"
+    for n, variant in enumerate(("alibi", "cable")):
+        chosen = recipe.load("gpt-embedded", [f"encoding={variant}"])
+        row = {
+            "cell": f"{variant}-0", "variant": variant, "seed": 0, "settings": {"recipe": asdict(chosen)},
+            "training": {"loss": 3.25 - n, "tokens": 4096, "curve": [[512, 5.0], [4096, 3.25 - n]]},
+            "results": [{"length": 128, "perplexity": 40.5 - n}, {"length": 512, "perplexity": 39.25 - n}],
+            "passkey": [{"length": 128, "depth": 0.5, "accuracy": 0.75}], "commit": "abc", "gpu": None,
+            "python": "3.12", "versions": {"torch": "2.13"}, "checkpoint_sha256": "f" * 64,
+        }  # fmt: skip
+        (folder / row["cell"]).mkdir(parents=True)
+        write_json(folder / row["cell"] / "evaluation.json", row)
+    (folder / "broken-0").mkdir()
+    (folder / "broken-0" / "failure.txt").write_text("no <data>\n")
+    (folder / "rope-0").mkdir()
+    (folder / "rope-0" / "recipe.toml").write_text(recipe.to_toml(recipe.load("gpt-embedded", ["encoding=rope"])))
+    (folder / "rope-0" / "metrics.jsonl").write_text('{"step": 1, "tokens": 512, "loss": 7.5}\n')
+    return folder
+
+
+def test_a_report_has_the_tables_figures_settings_and_environment(stored):
+    code, told = cable("report", stored)
+    assert code == 0 and "report.html" in told
+    page = (stored / "report.html").read_text()
+    for words in ("&lt;study&gt;", "<b>39.50</b>", "40.50", "no &lt;data&gt;", "2.2500", "7.5000", "torch 2.13", "abc",
+                  "recipe.model.encoding", "f" * 16, "75.0"):  # fmt: skip
+        assert words in page, words
+    assert page.count('<img src="data:image/svg+xml;base64,') == 4  # perplexity, loss, pass keys of two
+    assert "http" not in re.sub(r'base64,[^"]*', "", page).replace("http-equiv", "")
+    code, told = cable("report", stored / "rope-0", "--out", stored / "one.html")
+    assert code == 0 and "7.5000" in (stored / "one.html").read_text()
+    for name, arguments in {"perplexity": [stored], "loss": [stored / "rope-0", stored]}.items():
+        code, told = cable("plot", name, *arguments, "--out", stored / name)
+        assert code == 0 and (stored / f"{name}.pdf").exists(), told
+
+
+def test_the_loss_of_fine_tuning_is_plotted(stored, tmp_path):
+    tuned = tmp_path / "tuned"
+    tuned.mkdir()
+    write_json(tuned / "fine_tuning.json", {"log": [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}]})
+    assert cable("plot", "loss", tuned, "--out", tmp_path / "tuned-loss")[0] == 0
+    assert "updates" in (tmp_path / "tuned-loss.svg").read_text()
+    assert "not both" in cable("plot", "loss", tuned, stored)[1]
+
+
+def test_what_cannot_be_plotted_or_reported_is_named(runs, stored, tmp_path):
+    for arguments, words in (
+        (["report", tmp_path / "nowhere"], "neither a folder nor a study"),
+        (["report", tmp_path / "<study>" / "broken-0"], "holds no run yet"),
+        (["plot", "perplexity", stored / "rope-0"], "has no perplexities"),
+        (["plot", "training", "--results", tmp_path / "none"], "cable bench train"),
+        (["plot", "bias", runs["cable"], "--layer", "9"], "layers 0 to 1"),
+        (["plot", "bias", runs["cable"], "--tokens", "5000"], "at most 1024"),
+        (["plot", "compare", runs["cable"], runs["alibi"], "--head", "9"], "heads 0 to 3"),
+    ):
+        code, told = cable(*arguments)
+        assert code == 2 and words in told, told
+
+
+def test_a_report_opens_without_a_request(opened, stored):
+    cable("report", stored)
+    opened.page.goto(f"file://{stored / 'report.html'}".replace("<", "%3C").replace(">", "%3E"))
+    widths = "[...document.images].map((image) => image.naturalWidth)"
+    assert len(opened.page.evaluate(widths)) == 4 and all(opened.page.evaluate(widths))

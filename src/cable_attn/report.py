@@ -121,12 +121,20 @@ def passkey_figure(rows: list[dict[str, Any]], stem: Path) -> list[Path]:
     return save(figure, stem)
 
 
-def loss_figure(curves: Mapping[str, list[tuple[int, float]]], stem: Path, what: str = "training loss") -> list[Path]:
+def loss_figure(
+    curves: Mapping[str, list[tuple[int, float]]],
+    stem: Path,
+    what: str = "training loss",
+    along: str = "tokens seen in training",
+) -> list[Path]:
     """Loss against tokens seen, a line for each name, as PNG, SVG and PDF."""
     figure, axes = pyplot().subplots(figsize=(6.4, 4.2), layout="constrained")
+    import matplotlib
+
     for n, (name, curve) in enumerate(curves.items()):
         axes.plot(*zip(*curve), label=name, color=COLOURS[n % len(COLOURS)], linewidth=1.2)
-    axes.set_xlabel("tokens seen in training")
+    axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
+    axes.set_xlabel(along)
     axes.set_ylabel(what)
     axes.grid(axis="y", color="0.92")
     axes.spines[["top", "right"]].set_visible(False)

@@ -25,7 +25,7 @@ STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 1.5rem auto; padding: 0 1rem;
   background: Canvas; color: CanvasText; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
-.scroll { overflow-x: auto; }
+.scroll { overflow-x: auto; margin: 0.6rem 0; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 0.9rem; }
 th, td { padding: 0.2rem 0.7rem; border-bottom: 1px solid GrayText; text-align: right; vertical-align: top; }
 th:first-child, td:first-child { text-align: left; }
@@ -53,7 +53,8 @@ def gather(folder: Path, title: str = "", paper: Mapping[str, Mapping[str, float
     """What a run folder, or a folder of runs, holds."""
     if not folder.is_dir():
         raise CableError(f"{str(folder)!r} is no folder. Give a run folder of cable train, or the folder of a study.")
-    runs = [folder] if _is_run(folder) else sorted(path for path in folder.iterdir() if path.is_dir() and _is_run(path))
+    below = sorted(folder.iterdir(), key=lambda path: (not path.name.startswith("cable"), path.name))
+    runs = [folder] if _is_run(folder) else [path for path in below if path.is_dir() and _is_run(path)]
     rows = [_row(run) for run in runs]
     if not rows:
         raise CableError(
@@ -88,6 +89,13 @@ def _row(folder: Path) -> dict[str, Any]:
         "results": [],
         **{key: known[key] for key in ENVIRONMENT if key in known},
     }
+
+
+def fine_tuning_curve(folder: Path) -> list[tuple[int, float]] | None:
+    """Updates and losses of an encoder that ``cable retrieve train`` made; ``None`` if it is none."""
+    if not (folder / "fine_tuning.json").is_file():
+        return None
+    return [(entry["step"], entry["loss"]) for entry in read_json(folder / "fine_tuning.json")["log"]]
 
 
 def write(folder: Path, gathered: Gathered, out: Path | None = None) -> Path:
@@ -218,7 +226,7 @@ def _failures(failures: dict[str, str]) -> list[str]:
 
 def _flat(tree: Any, path: str = "") -> dict[str, str]:
     if not isinstance(tree, dict) or not tree:
-        return {path: str(tree)}
+        return {path: str(tree) if tree != "" else '""'}
     return {k: v for key, value in tree.items() for k, v in _flat(value, f"{path}.{key}" if path else str(key)).items()}
 
 

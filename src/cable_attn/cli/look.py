@@ -234,19 +234,29 @@ def plot_loss(
     sources: Annotated[list[str], typer.Argument(help="Run folders, folders of runs, or a study's name.")],
     out: Stem = None,
 ) -> None:
-    """Loss against tokens seen, a line for each run: next tokens (GPT) or masked tokens (BERT).
+    """Loss in training, a line for each run: next tokens (GPT), masked tokens (BERT), or fine-tuning for retrieval.
 
-    Example: `cable plot loss runs/bert-embedded-cable runs/bert-embedded-alibi`
+    ```
+    Masked tokens:     cable plot loss runs/bert-embedded-cable runs/bert-embedded-alibi
+    Fine-tuning:       cable plot loss runs/retrieval-cable runs/retrieval-alibi
+    ```
     """
     from cable_attn import summary
     from cable_attn.report import loss_figure
 
-    rows = [row for source in sources for row in summary.gather(_find_study(source)[0]).rows]
-    curves = {row["cell"]: row["training"]["curve"] for row in rows if row["training"].get("curve")}
-    if not curves:
+    tuned = {source: curve for source in sources if (curve := summary.fine_tuning_curve(Path(source))) is not None}
+    if tuned and len(tuned) < len(sources):
+        raise CableError("give runs of fine-tuning or of pre-training, not both: their losses do not compare.")
+    if tuned:
+        curves = {Path(source).name: curve for source, curve in tuned.items()}
+        labels = {"what": "contrastive loss", "along": "updates"}
+    else:
+        rows = [row for source in sources for row in summary.gather(_find_study(source)[0]).rows]
+        curves, labels = {row["cell"]: row["training"]["curve"] for row in rows if row["training"].get("curve")}, {}
+    if not any(curves.values()):
         raise CableError(f"{', '.join(sources)}: no loss was logged yet.")
     stem = _stem(out, "loss")
-    _draw(lambda: loss_figure(curves, stem))
+    _draw(lambda: loss_figure(curves, stem, **labels))
 
 
 @plot_app.command(name="training")
@@ -261,9 +271,7 @@ def plot_training(
     from cable_attn.report import training_figure
 
     if not results.is_file():
-        raise CableError(
-            f"no measurements in {str(results)!r}. Make them with cable bench train."
-        )
+        raise CableError(f"no measurements in {str(results)!r}. Make them with cable bench train.")
     rows = records.latest_by_size(records.read(results))
     stem = _stem(out, "training")
     _draw(lambda: training_figure(rows, stem))

@@ -114,20 +114,21 @@ def compare_figure(
         figure.colorbar(picture, ax=top, label=name, shrink=0.8, extend="min")
         _curves(below, values, tokens, len(tokens.ids) - 1 if query is None else query)
         below.set_ylabel(name, fontsize=9)
+    most = max(panels[1], key=lambda axes: len(axes.lines))
+    figure.legend(handles=most.lines, frameon=False, fontsize=8, ncols=8, loc="outside lower center")
     return save(figure, stem)
 
 
 def _curves(axes: Any, values: np.ndarray, tokens: Tokenised, query: int) -> None:
     """The row of one query in every head."""
     for head, rows in enumerate(values):
-        style = ("-", "--", ":", "-.")[head // len(COLOURS) % 4]
-        axes.plot(rows[query], style, color=COLOURS[head % len(COLOURS)], linewidth=1.4, label=f"head {head}")
+        style = ("-", "--", ":", "-.")[head % 4]
+        axes.plot(rows[query], style, color=COLOURS[head % len(COLOURS)], linewidth=1.6, label=f"head {head}")
     axes.set_ylim(max(np.nanmin(values[:, query]), -1.6 * RANGE), max(np.nanmax(values[:, query]), 0) + 0.3)
     axes.set_xlabel(f"key (query {query}, “{tokens.pieces[query].strip()}”)", fontsize=9)
     axes.tick_params(labelsize=7)
     axes.grid(axis="y", color="0.92")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=7, ncols=2 if len(values) <= 8 else 4, loc="lower right")
 
 
 EXAMPLE = ("The", "door", "opened", ".", "She", "ran")
@@ -143,17 +144,19 @@ def diagram_figure(stem: Path) -> list[Path]:
     )
     count = len(EXAMPLE)
     rows = (
-        ("ALiBi", np.ones(count), np.full(count, SLOPE), "every token adds 1", "one slope\nper head"),
-        ("CABLE", STEPS, GAINS, "each token adds a step $f$\nlearned from its content", "a gain $g_i$\nper query"),
-    )
-    for (name, steps, gains, adds, feels), axes in zip(rows, panels):
+        (np.ones(count), np.full(count, SLOPE), "ALiBi: every token adds 1", "$i - j$", "a slope $m$\nper head", "m"),
+        (STEPS, GAINS, "CABLE: each token adds a step $f$\nlearned from its content", "$c_i - c_j$",
+         "a gain $g_i$\nper query", "g_i"),
+    )  # fmt: skip
+    for (steps, gains, adds, apart, feels, factor), axes in zip(rows, panels):
         c = steps.cumsum()
         distance = np.where(np.tri(count, dtype=bool), c[:, None] - c[None], np.nan)
-        _bars(axes[0], steps, c, f"{name}: {adds}")
-        _grid(axes[1], distance, "distance $c_i - c_j$" if name == "CABLE" else "distance $i - j$", (0, 5), "Blues")
+        _bars(axes[0], steps, c, adds)
+        _grid(axes[1], distance, f"distance {apart}", (0, 5), "Blues")
         _grid(axes[2], gains[:, None], feels, (0, 2), "Greens")
-        _grid(axes[3], -gains[:, None] * distance, "bias added to $q_i\\cdot k_j/\\sqrt{D}$", (-5, 0), "cividis")
-        for place, sign in ((axes[1], "×"), (axes[2], "= −")):
+        bias = f"bias $-{factor}({apart.strip('$')})$,\nadded to $q_i\\cdot k_j/\\sqrt{{D}}$"
+        _grid(axes[3], -gains[:, None] * distance, bias, (-5, 0), "cividis")
+        for place, sign in ((axes[1], "×"), (axes[2], "→")):
             place.annotate(sign, (1.06, 0.5), xycoords="axes fraction", fontsize=15, va="center", annotation_clip=False)
     return save(figure, stem)
 

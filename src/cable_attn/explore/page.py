@@ -20,13 +20,17 @@ HALF_MAX = float(np.finfo(np.float16).max)
 
 def render(looked: list[Looked], title: str) -> str:
     """One model, or several side by side."""
-    folder = files("cable_attn.explore")
-    page, style, script = ((folder / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js"))
+    page, style = _part("page.html"), _part("page.css")
+    script = "\n".join(_part(f"{name}.js") for name in ("data", "panel", "page"))
     data = {"kinds": KINDS, "top": TOP, "lightest": LIGHTEST, "far": FAR, "models": [_model(one) for one in looked]}
     parts = {"title": _escape(title), "style": style, "data": script_json(data), "script": script}
     for name, content in parts.items():
         page = page.replace(f"<!-- {name} -->", content)
     return page
+
+
+def _part(name: str) -> str:
+    return (files("cable_attn.explore") / name).read_text(encoding="utf-8")
 
 
 def _escape(text: str) -> str:
