@@ -64,7 +64,7 @@ function controls() {
   for (const size of SPANS.filter((n) => n < longest)) span.append(element("option", { value: size }, `${size}`));
   span.append(element("option", { value: longest }, `all (${longest})`));
   span.value = String(longest > 64 ? 64 : longest);
-  if (!panels.some((panel) => panel.model.hasBias)) document.getElementById("heat").value = "attention";
+  if (!panels.some((panel) => panel.model.hasBias)) for (const name of ["heat", "shade"]) document.getElementById(name).value = "attention";
   for (const name of ["span", "shade", "heat"]) {
     document.getElementById(name).addEventListener("change", (event) => {
       state[name] = name === "span" ? Number(event.target.value) : event.target.value;
