@@ -58,8 +58,9 @@ def runs(tmp_path_factory, tokenizer) -> dict[str, Path]:
     """A checkpoint of several encodings, GPT and BERT."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("runs")
-    found = {name: save(make(name), tokenizer, folder / name) for name in ("cable", "alibi", "rope", "fire")}
-    found["bert"] = save(make("cable", bert=True), tokenizer, folder / "bert")
+    found = {name: save(make(name), tokenizer, folder / name) for name in ("cable", "k-cable", "alibi", "rope", "fire")}
+    for name in ("cable", "t5", "fire"):
+        found[f"bert {name}"] = save(make(name, bert=True), tokenizer, folder / f"bert {name}")
     return found
 
 
@@ -200,7 +201,7 @@ def test_explore_writes_a_page_for_any_checkpoint(runs, text, tmp_path):
         code, told = cable("explore", folder, "--text", text, "--tokens", "100", "--attention", "all", "--out", out)
         assert code == 0 and str(out) in told.replace("\n", ""), told
         data = embedded(out)
-        assert [model["encoding"] for model in data["models"]] == ["cable" if name == "bert" else name]
+        assert [model["encoding"] for model in data["models"]] == [name.removeprefix("bert ")]
         assert data["models"][0]["attentionLayers"] == [0, 1]
     code, told = cable("explore", runs["cable"], runs["alibi"], "--text", text, "--out", tmp_path / "two.html")
     assert code == 0 and len(embedded(tmp_path / "two.html")["models"]) == 2, told
@@ -350,13 +351,13 @@ def test_in_a_browser_a_link_restores_the_state(opened, made):
     assert again.locator(".query").count() == 1
 
 
-@pytest.mark.parametrize("name", ["alibi", "rope", "fire", "bert"])
+@pytest.mark.parametrize("name", ["k-cable", "alibi", "rope", "fire", "bert cable", "bert t5", "bert fire"])
 def test_in_a_browser_every_form_of_bias_is_drawn(name, opened, made, runs, tokenizer):
     page = opened.open(made(name), "#t=100&h0=1.0")
-    kind = CableBertForMaskedLM if name == "bert" else CableGPTForCausalLM
+    kind = CableBertForMaskedLM if "bert" in name else CableGPTForCausalLM
     tokens = tokenise(tokenizer, novel(1500), 300)
     call = layer_calls(kind.from_pretrained(runs[name]).eval(), tokens.ids[None])[1]
-    asked = [(200, 3), (299, 298), (5, 5), (100, 90)] + ([(3, 200)] if name == "bert" else [])
+    asked = [(200, 3), (299, 298), (5, 5), (100, 90)] + ([(3, 200)] if "bert" in name else [])
     if call.bias is None:
         assert page.evaluate("panels[0].head.bias") is None
     else:
@@ -419,7 +420,7 @@ def test_what_a_figure_shows_is_what_the_encoding_adds(encoding, tokenizer, tmp_
 def test_plots_are_written_in_every_form(runs, text, tmp_path):
     starts = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
     for name, arguments in {
-        "bias": ["bias", runs["bert"], "--text", text, "--layer", "0", "--tokens", "32"],
+        "bias": ["bias", runs["bert cable"], "--text", text, "--layer", "0", "--tokens", "32"],
         "compare": ["compare", runs["cable"], runs["alibi"], "--text", text, "--head", "1", "--tokens", "32"],
         "diagram": ["diagram"],
     }.items():

@@ -171,7 +171,8 @@ def plot_bias(
     """
     from cable_attn.explore.figures import bias_figure
 
-    model, found = _load(checkpoint, text, tokens)
+    with working():
+        model, found = _load(checkpoint, text, tokens)
     stem = _stem(out, f"bias-{model.config.encoding}")
     _draw(lambda: bias_figure(model, found, layer, stem))
 
@@ -192,7 +193,8 @@ def plot_compare(
     """
     from cable_attn.explore.figures import compare_figure
 
-    models = [_load(checkpoint, text, tokens) for checkpoint in (first, second)]
+    with working():
+        models = [_load(checkpoint, text, tokens) for checkpoint in (first, second)]
     stem = _stem(out, "-against-".join(model.config.encoding for model, _ in models))
     _draw(lambda: compare_figure(models, layer, head, stem))
 

@@ -48,6 +48,8 @@ class Model {
 
   head(layer, head) { return new Head(this, layer, head); }
 
+  sees(i, j) { return (!this.causal || j <= i) && (!this.slidingWindow || Math.abs(i - j) < this.slidingWindow); }
+
   window(layer, head) { return this.windows[2 * (layer * this.heads + head)]; }
 
   half(layer, head) { return this.windows[2 * (layer * this.heads + head) + 1]; }

@@ -44,6 +44,8 @@ class Looked:
     name: str
     encoding: str
     causal: bool
+    window: int | None
+    """Of sliding-window attention."""
     trained_at: int
     tokens: Tokenised
     form: str
@@ -76,6 +78,7 @@ def look(
         name=name,
         encoding=config.encoding,
         causal=config.is_causal,
+        window=config.attention_window,
         trained_at=config.max_position_embeddings,
         tokens=tokens,
         form="none",

@@ -48,6 +48,7 @@ def _model(looked: Looked) -> dict[str, Any]:
         "name": looked.name,
         "encoding": looked.encoding,
         "causal": looked.causal,
+        "slidingWindow": looked.window,
         "trainedAt": looked.trained_at,
         "form": looked.form,
         "mixes": looked.mixes,

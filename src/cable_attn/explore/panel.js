@@ -157,7 +157,7 @@ class Panel {
     const one = model.head(layer, head), [low, high] = one.range(), scale = this.thumbSpan() / cells;
     return image(cells, (y, x) => {
       const i = Math.floor((y + 0.5) * scale), j = Math.floor((x + 0.5) * scale);
-      return model.causal && j > i ? null : (one.bias(i, j) - low) / (high - low);
+      return model.sees(i, j) ? (one.bias(i, j) - low) / (high - low) : null;
     });
   }
 
@@ -230,7 +230,7 @@ class Panel {
     const top = Math.max(this.range[1], 0);
     this.sees = 0;
     for (let n = 0; n < model.length; n++) {
-      const unseen = model.causal && n > t;
+      const unseen = !model.sees(t, n);
       const [strength, told] = this.shading(n, unseen);
       let name = `s${Math.round(LEVELS * Math.min(Math.max(strength, 0), 1))}`;
       if (n === t) name += " query";
@@ -259,7 +259,7 @@ class Panel {
   drawReadout() {
     const { model, head, t } = this, parts = [`Query `, element("b", {}, `${t}`), ` “${label(model.pieces[t])}” (${DATA.kinds[model.kindOf[t]]})`];
     if (head.steps) parts.push(" adds ", element("b", { class: "step" }, number(head.steps[t])), ", has the gain ", element("b", { class: "gain" }, number(head.gains[t])));
-    const could = model.causal ? t + 1 : model.length;
+    const could = model.pieces.filter((_, n) => model.sees(t, n)).length;
     if (head.bias) parts.push(", and its bias leaves more than ", `${100 * DATA.far} % for `, element("b", { class: "sees" }, `${this.sees}`), ` of ${could} tokens.`);
     if (model.mixes) parts.push(" This encoding also changes the scores by looking at them; the bias shown is the part before that.");
     if (!this.row) parts.push(` Attention weights are stored for layer ${model.attentionLayers.join(", ")} only (--attention).`);
@@ -312,9 +312,11 @@ class Panel {
     context.lineWidth = 1.6;
     context.setLineDash([5, 2]);
     context.beginPath();
-    for (let j = first; j <= end; j++) {
+    for (let j = first, begun = false; j <= end; j++) {
+      if (!this.model.sees(this.t, j)) continue;
       const y = bottom - Math.min(Math.max((this.head.bias(this.t, j) - low) / (high - low), 0), 1) * (bottom - top);
-      if (j === first) context.moveTo(x(j), y); else context.lineTo(x(j), y);
+      if (begun) context.lineTo(x(j), y); else context.moveTo(x(j), y);
+      begun = true;
     }
     context.stroke();
     context.setLineDash([]);
@@ -365,11 +367,11 @@ class Panel {
     const [first, last] = this.visibleSpan(), size = last - first + 1, labelled = size <= 32;
     const margin = labelled ? 72 : 44, side = width - margin - 12, cells = Math.min(size, Math.round(side));
     const [context] = canvas2d(this.map, side + 36);
-    const kind = this.mapKind(), [low, high] = this.range, { causal } = this.model;
+    const kind = this.mapKind(), [low, high] = this.range, { model } = this;
     const token = (n) => first + Math.floor((n + 0.5) * size / cells);
     this.shownMap = { first, size, margin, side, kind };
     let value;
-    if (kind === "bias") value = (y, x) => { const i = token(y), j = token(x); return causal && j > i ? null : (this.head.bias(i, j) - low) / (high - low); };
+    if (kind === "bias") value = (y, x) => { const i = token(y), j = token(x); return model.sees(i, j) ? (this.head.bias(i, j) - low) / (high - low) : null; };
     else value = this.attentionPicture(cells, first, size);
     if (value) {
       const picture = image(cells, value);
@@ -449,7 +451,7 @@ class Panel {
   pointAtMap(event, clicked) {
     const box = this.map.getBoundingClientRect(), { first, size, margin, side, kind } = this.shownMap;
     const j = first + Math.floor((event.clientX - box.left - margin) / side * size), i = first + Math.floor((event.clientY - box.top - 6) / side * size);
-    if (i < first || j < first || i >= first + size || j >= first + size || (this.model.causal && j > i)) return;
+    if (i < first || j < first || i >= first + size || j >= first + size || !this.model.sees(i, j)) return;
     if (clicked) { state.pinned = true; setQuery(this, i); }
     const { pieces } = this.model, found = (this.head.attention(i) || []).find(([key]) => key === j);
     const told = kind === "bias" ? `bias ${number(this.head.bias(i, j))}` : "attention " + (found ? percent(found[1]) : `below the ${DATA.top} heaviest or ${100 * DATA.lightest} %`);
