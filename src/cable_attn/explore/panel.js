@@ -332,7 +332,7 @@ class Panel {
     let rows = head.attention(t);
     const caption = rows ? "The heaviest keys of the query" : "The nearest keys of the query";
     rows = rows ? rows.sort((a, b) => b[1] - a[1]).slice(0, 8) : Array.from({ length: Math.min(8, t + 1) }, (_, n) => [t - n, null]);
-    const lines = rows.map(([key, weight]) => element("tr", {}, element("td", {}, label(model.pieces[key])), element("td", {}, `${key}`), element("td", {}, `${t - key}`),
+    const lines = rows.map(([key, weight]) => element("tr", {}, element("td", {}, label(model.pieces[key])), element("td", {}, `${key}`), element("td", {}, number(t - key, 6)),
       element("td", { class: "bias" }, head.bias ? number(head.bias(t, key)) : "–"), element("td", { class: "weight" }, weight === null ? "–" : percent(weight))));
     this.topTable.replaceChildren(element("table", { class: "data" }, element("caption", {}, caption),
       element("tr", {}, ...["token", "place", "tokens back", "bias", "attention"].map((name) => element("th", { scope: "col" }, name))), ...lines));
@@ -366,10 +366,10 @@ class Panel {
     const width = Math.min(Math.max(this.map.parentElement.clientWidth, 60), 640);
     const [first, last] = this.visibleSpan(), size = last - first + 1, labelled = size <= 32;
     const margin = labelled ? 72 : 44, side = width - margin - 12, cells = Math.min(size, Math.round(side));
-    const [context] = canvas2d(this.map, side + 36);
+    const below = labelled && !this.model.causal ? 58 : 0, [context] = canvas2d(this.map, side + 36 + below);
     const kind = this.mapKind(), [low, high] = this.range, { model } = this;
     const token = (n) => first + Math.floor((n + 0.5) * size / cells);
-    this.shownMap = { first, size, margin, side, kind };
+    this.shownMap = { first, size, margin, side, kind, below };
     let value;
     if (kind === "bias") value = (y, x) => { const i = token(y), j = token(x); return model.sees(i, j) ? (this.head.bias(i, j) - low) / (high - low) : null; };
     else value = this.attentionPicture(cells, first, size);
@@ -412,18 +412,7 @@ class Panel {
       if (!labelled && Math.abs(n - this.t + first) * step < 12) continue;
       context.fillText(labelled ? cut(pieces[first + n]) : `${first + n}`, margin - 5, y + 4);
     }
-    if (labelled && this.model.causal) { // keys named along the diagonal, where a causal map is empty
-      context.save();
-      context.textAlign = "left";
-      for (let n = 0; n < size; n++) {
-        context.save();
-        context.translate(margin + (n + 0.5) * step + 3, 6 + n * step - 2);
-        context.rotate(-Math.PI / 4);
-        if (n > 1) context.fillText(cut(pieces[first + n]), 0, 0);
-        context.restore();
-      }
-      context.restore();
-    }
+    if (labelled) this.nameKeys(context, cut);
     const row = this.t - first;
     if (row < 0 || row >= size) return;
     context.strokeStyle = colour("--orange");
@@ -434,8 +423,20 @@ class Panel {
     if (!labelled) context.fillText(`${this.t} ▶`, margin - 2, 6 + (row + 0.5) * step + 4);
   }
 
+  nameKeys(context, cut) { // along the diagonal, above which a causal map is empty; else below the map
+    const { first, size, margin, side } = this.shownMap, step = side / size, { pieces, causal } = this.model;
+    context.textAlign = causal ? "left" : "right";
+    for (let n = causal ? 2 : 0; n < size; n++) {
+      context.save();
+      context.translate(margin + (n + 0.5) * step + 3, causal ? 6 + n * step - 2 : side + 14);
+      context.rotate(-Math.PI / 4);
+      context.fillText(cut(pieces[first + n]), 0, 0);
+      context.restore();
+    }
+  }
+
   drawScale(context, width, [low, high]) {
-    const { margin, side } = this.shownMap, y = side + 16;
+    const { margin, side, below } = this.shownMap, y = side + 16 + below;
     for (let n = 0; n < 100; n++) {
       const word = PALETTE[Math.round(n * 2.55)];
       context.fillStyle = `rgb(${word & 255} ${(word >> 8) & 255} ${(word >> 16) & 255})`;
