@@ -367,7 +367,7 @@ def test_in_a_browser_every_form_of_bias_is_drawn(name, opened, made, runs, toke
     pixel = "document.querySelector('canvas.map').getContext('2d').getImageData(200, 200, 1, 1).data[3]"
     assert page.evaluate(pixel) == 255
     weights = whole(call)[0, 100]
-    assert abs(opened.number(".columns table.data td.weight") / 100 - weights.max()) < 1e-4
+    assert abs(opened.number(".columns table.data td.attention") / 100 - weights.max()) < 1e-4
 
 
 def test_in_a_browser_the_page_fits_a_phone_and_a_tap_moves_the_query(browser, made):

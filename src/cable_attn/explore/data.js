@@ -122,7 +122,10 @@ class Head {
     const values = model.form === "grid" ? this.grid : [];
     if (model.form === "table") {
       const last = model.length - 1;
-      for (let j = 0; j <= last; j += Math.max(1, last >> 8)) { values.push(this.bias(last, j)); if (!model.causal) values.push(this.bias(0, j)); }
+      for (let j = 0; j <= last; j += Math.max(1, last >> 8)) {
+        values.push(this.bias(last, j));
+        if (!model.causal) values.push(this.bias(0, j));
+      }
       for (let d = 0; d < Math.min(64, model.length); d++) values.push(this.bias(last, last - d));
     }
     let low = Infinity, high = -Infinity;

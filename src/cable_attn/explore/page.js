@@ -21,10 +21,11 @@ function showQuery({ panel, t, scroll }) {
   remember();
 }
 
-const sameTokens = (one, other) => one.length === other.length && one.starts.at(-1) === other.starts.at(-1) && one.starts[one.length >> 1] === other.starts[one.length >> 1];
+const sameTokens = (one, other) => one.length === other.length && one.starts.every((start, n) => start === other.starts[n]);
 
 function fragment() {
-  const parts = [`t=${state.t}`, ...state.heads.map(([layer, head], n) => `h${n}=${layer}.${head}`), `span=${state.span}`, `shade=${state.shade}`, `heat=${state.heat}`];
+  const heads = state.heads.map(([layer, head], n) => `h${n}=${layer}.${head}`);
+  const parts = [`t=${state.t}`, ...heads, ...["span", "shade", "heat"].map((name) => `${name}=${state[name]}`)];
   if (document.getElementById("numbers").checked) parts.push("numbers=1");
   return `#${parts.join("&")}`;
 }
@@ -64,7 +65,9 @@ function controls() {
   for (const size of SPANS.filter((n) => n < longest)) span.append(element("option", { value: size }, `${size}`));
   span.append(element("option", { value: longest }, `all (${longest})`));
   span.value = String(longest > 64 ? 64 : longest);
-  if (!panels.some((panel) => panel.model.hasBias)) for (const name of ["heat", "shade"]) document.getElementById(name).value = "attention";
+  if (!panels.some((panel) => panel.model.hasBias)) {
+    for (const name of ["heat", "shade"]) document.getElementById(name).value = "attention";
+  }
   for (const name of ["span", "shade", "heat"]) {
     document.getElementById(name).addEventListener("change", (event) => {
       state[name] = name === "span" ? Number(event.target.value) : event.target.value;
@@ -75,10 +78,14 @@ function controls() {
   document.getElementById("numbers").addEventListener("change", () => { panels.forEach((panel) => panel.draw()); remember(); });
   document.getElementById("copy").addEventListener("click", async (event) => {
     history.replaceState(null, "", fragment());
-    try { await navigator.clipboard.writeText(location.href); event.target.textContent = "Copied"; } catch { event.target.textContent = "Link is in the address bar"; }
+    const copied = await navigator.clipboard.writeText(location.href).then(() => true, () => false);
+    event.target.textContent = copied ? "Copied" : "Link is in the address bar";
   });
   let resizing = 0;
-  window.addEventListener("resize", () => { clearTimeout(resizing); resizing = setTimeout(() => panels.forEach((panel) => panel.draw()), 100); });
+  window.addEventListener("resize", () => {
+    clearTimeout(resizing);
+    resizing = setTimeout(() => panels.forEach((panel) => panel.draw()), 100);
+  });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => panels.forEach((panel) => panel.draw()));
   window.addEventListener("hashchange", restore);
 }

@@ -21,7 +21,7 @@ HALF_MAX = float(np.finfo(np.float16).max)
 def render(looked: list[Looked], title: str) -> str:
     """One model, or several side by side."""
     page, style = _part("page.html"), _part("page.css")
-    script = "\n".join(_part(f"{name}.js") for name in ("data", "panel", "page"))
+    script = "\n".join(_part(f"{name}.js") for name in ("data", "drawing", "panel", "page"))
     data = {"kinds": KINDS, "top": TOP, "lightest": LIGHTEST, "far": FAR, "models": [_model(one) for one in looked]}
     parts = {"title": _escape(title), "style": style, "data": script_json(data), "script": script}
     for name, content in parts.items():

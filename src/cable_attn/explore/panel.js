@@ -2,75 +2,18 @@
 // A Panel shows one model: its heads, the text, and what the query sees. page.js holds the state that panels share.
 
 const LEVELS = 8;
-const CIVIDIS = [[0, 34, 78], [18, 53, 112], [59, 73, 108], [87, 93, 109], [112, 113, 115], [138, 134, 120],
-  [165, 156, 116], [195, 179, 105], [225, 204, 85], [254, 232, 56]];
-const PALETTE = palette();
-
-function palette() {
-  const colours = new Uint32Array(256);
-  for (let n = 0; n < 256; n++) {
-    const at = n / 255 * (CIVIDIS.length - 1), low = Math.min(Math.floor(at), CIVIDIS.length - 2), part = at - low;
-    const [r, g, b] = CIVIDIS[low].map((value, k) => Math.round(value + part * (CIVIDIS[low + 1][k] - value)));
-    colours[n] = (255 << 24) | (b << 16) | (g << 8) | r;
-  }
-  return colours;
-}
-
-function element(tag, attributes = {}, ...children) {
-  const made = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name.startsWith("on")) made.addEventListener(name.slice(2), value); else made.setAttribute(name, value);
-  }
-  made.append(...children);
-  return made;
-}
-
-const number = (value, digits = 3) => (Number.isFinite(value) ? Number(value.toPrecision(digits)).toString() : "–").replace("-", "−");
-const percent = (value) => `${(100 * value).toFixed(2)} %`;
-
-function shown(piece) { // [before, inside, after]: line breaks stand outside of the token, and a sign for them inside
-  const [, lead, core, trail] = /^(\n*)([^]*?)(\n*)$/.exec(piece);
-  return core ? [lead, core + "↵".repeat(trail.length), trail] : ["", "↵".repeat(lead.length) || "·", lead];
-}
-
-const label = (piece) => piece.trim() || (piece.includes("\n") ? "↵" : "·");
-const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-
-function canvas2d(canvas, height) { // a context in CSS pixels, sharp on any screen
-  const width = Math.max(canvas.clientWidth, 50), ratio = window.devicePixelRatio || 1;
-  canvas.width = Math.round(width * ratio);
-  canvas.height = Math.round(height * ratio);
-  canvas.style.height = `${height}px`;
-  const context = canvas.getContext("2d");
-  context.setTransform(ratio, 0, 0, ratio, 0, 0);
-  context.clearRect(0, 0, width, height);
-  context.font = "11px system-ui, sans-serif";
-  return [context, width];
-}
-
-function image(size, value) { // a picture of size × size; value(y, x) in 0 … 1, or null for what is not seen
-  const canvas = document.createElement("canvas");
-  canvas.width = canvas.height = size;
-  const context = canvas.getContext("2d"), pixels = context.createImageData(size, size);
-  const words = new Uint32Array(pixels.data.buffer);
-  for (let y = 0, n = 0; y < size; y++) {
-    for (let x = 0; x < size; x++, n++) {
-      const v = value(y, x);
-      words[n] = v === null ? 0 : PALETTE[Math.round(255 * Math.min(Math.max(v, 0), 1))];
-    }
-  }
-  context.putImageData(pixels, 0, 0);
-  return canvas;
-}
 
 class Panel {
   constructor(model, index) {
     Object.assign(this, { model, index });
     this.t = 0;
-    const shape = `${model.layers} layers × ${model.heads} heads, ${model.causal ? "causal" : "bidirectional"}, trained on ${model.trainedAt} tokens`;
+    const direction = model.causal ? "causal" : "bidirectional";
+    const shape = `${model.layers} layers × ${model.heads} heads, ${direction}, trained on ${model.trainedAt} tokens`;
     const read = model.of > model.length ? `the first ${model.length} of ${model.of} tokens` : `${model.length} tokens`;
     this.grid = element("div", { class: "heads" });
-    this.text = element("div", { class: "text", tabindex: 0, role: "application", "aria-label": `Text as ${model.encoding} reads it. Left and right move the query, up and down by ten, Home and End to its ends.` });
+    const keys = "Left and right move the query, up and down by ten, Home and End to its ends.";
+    const told = `Text as ${model.encoding} reads it. ${keys}`;
+    this.text = element("div", { class: "text", tabindex: 0, role: "application", "aria-label": told });
     this.legend = element("div", { class: "legend" });
     this.readout = element("p", { class: "readout", "aria-live": "polite" });
     this.chart = element("canvas", { class: "chart", role: "img" });
@@ -85,7 +28,8 @@ class Panel {
         element("div", {}, element("h3", {}, "Pick a head"), element("p", { class: "note" }, this.gridNote()), this.grid),
         element("div", {}, this.headTitle, this.text, this.legend, this.readout)),
       element("div", { class: "columns" },
-        element("div", {}, element("h3", {}, "What the query sees"), this.chart, this.topTable, element("h3", {}, "Which kinds of tokens add distance"), this.kindTable),
+        element("div", {}, element("h3", {}, "What the query sees"), this.chart, this.topTable,
+          element("h3", {}, "Which kinds of tokens add distance"), this.kindTable),
         element("div", {}, element("h3", {}, "Heat map of this head"), this.map, this.mapNote)));
     document.getElementById("panels").append(this.root);
     this.makeText();
@@ -96,8 +40,10 @@ class Panel {
 
   gridNote() {
     const { model } = this;
-    const picture = model.hasBias ? `its bias over the first ${this.thumbSpan()} tokens, queries down, keys across, bright where distance costs nothing` : "its attention over the whole text, queries down, keys across, bright where the weight is";
-    return `Each picture is a head: ${picture}. The number is its effective window: mean weight further away than so many tokens is below ${100 * DATA.far} %.`;
+    const bias = `its bias over the first ${this.thumbSpan()} tokens, bright where distance costs nothing`;
+    const picture = model.hasBias ? bias : "its attention over the whole text, bright where the weight is";
+    const window = `mean weight further away than so many tokens is below ${100 * DATA.far} %`;
+    return `Each picture is a head, queries down and keys across: ${picture}. The number is its effective window: ${window}.`;
   }
 
   thumbSpan() { return Math.min(this.model.length, Math.max(this.model.trainedAt, 16)); }
@@ -114,7 +60,10 @@ class Panel {
     });
     this.classes = new Array(model.length).fill("");
     this.text.append(part);
-    this.text.addEventListener("pointerover", (event) => { if (event.pointerType === "mouse" && !state.pinned && event.target.n !== undefined) setQuery(this, event.target.n); });
+    this.text.addEventListener("pointerover", (event) => {
+      const hovers = event.pointerType === "mouse" && !state.pinned;
+      if (hovers && event.target.n !== undefined) setQuery(this, event.target.n);
+    });
     this.text.addEventListener("click", (event) => {
       if (event.target.n === undefined) return;
       state.pinned = !(state.pinned && event.target.n === this.t);
@@ -181,8 +130,8 @@ class Panel {
       button.setAttribute("aria-pressed", String(chosen));
       button.tabIndex = chosen ? 0 : -1;
     });
-    const window = model.window(layer, head);
-    this.headTitle.textContent = `Layer ${layer}, head ${head}: effective window ${window} tokens, half of the weight within ${model.half(layer, head)}`;
+    const reach = `effective window ${model.window(layer, head)} tokens, half of the weight within ${model.half(layer, head)}`;
+    this.headTitle.textContent = `Layer ${layer}, head ${head}: ${reach}`;
     this.drawKinds();
     this.draw();
     remember();
@@ -215,7 +164,10 @@ class Panel {
     const shade = this.shade();
     if (shade === "step") return [this.head.steps[n] / this.topStep, number(this.head.steps[n], 2)];
     if (unseen) return [0, ""];
-    if (shade === "bias") { const left = Math.exp(Math.min(this.head.bias(this.t, n) - Math.max(this.range[1], 0), 0)); return [left, number(left, 2)]; }
+    if (shade === "bias") {
+      const left = Math.exp(Math.min(this.head.bias(this.t, n) - Math.max(this.range[1], 0), 0));
+      return [left, number(left, 2)];
+    }
     const weight = this.row ? this.row[n] : 0;
     return [Math.sqrt(weight), weight ? (100 * weight).toFixed(1) : ""];
   }
@@ -240,7 +192,7 @@ class Panel {
       const weight = this.row ? this.row[n] : 0;
       if (weight >= 0.001) name += weight >= 0.2 ? " a4" : weight >= 0.05 ? " a3" : weight >= 0.01 ? " a2" : " a1";
       if (name !== this.classes[n]) this.classes[n] = this.spans[n].className = name;
-      if (withNumbers) this.spans[n].dataset.n = told;
+      if (withNumbers && this.spans[n].dataset.n !== told) this.spans[n].dataset.n = told;
     }
     this.text.classList.toggle("numbers", withNumbers);
     this.drawLegend();
@@ -248,19 +200,24 @@ class Panel {
 
   drawLegend() {
     const [what, low, high] = {
-      step: ["step", "0", `${number(this.topStep || 0, 2)} or more`], bias: ["left after the bias", "0", "1"], attention: ["attention weight", "0", "100 %"],
+      step: ["step", "0", `${number(this.topStep || 0, 2)} or more`],
+      bias: ["left after the bias", "0", "1"],
+      attention: ["attention weight", "0", "100 %"],
     }[this.shade()];
-    const parts = [element("span", {}, `Shade: ${what} `, element("i", { class: "s0" }, low), element("i", { class: "s4" }, "…"), element("i", { class: "s8" }, high))];
-    if (this.head.bias) parts.push(element("span", {}, element("i", { class: "far" }, "grey"), ` the bias leaves less than ${100 * DATA.far} %`));
-    if (this.row) parts.push(element("span", {}, "Bar: attention ", element("i", { class: "a1" }, "0.1 %"), " ", element("i", { class: "a2" }, "1 %"), " ", element("i", { class: "a3" }, "5 %"), " ", element("i", { class: "a4" }, "20 %")));
+    const sample = (name, text) => element("i", { class: name }, text);
+    const parts = [element("span", {}, `Shade: ${what} `, sample("s0", low), sample("s4", "…"), sample("s8", high))];
+    if (this.head.bias) parts.push(element("span", {}, sample("far", "grey"), ` the bias leaves less than ${100 * DATA.far} %`));
+    const bars = [["a1", "0.1 %"], ["a2", "1 %"], ["a3", "5 %"], ["a4", "20 %"]];
+    if (this.row) parts.push(element("span", {}, "Bar: attention ", ...bars.flatMap(([name, text]) => [sample(name, text), " "])));
     this.legend.replaceChildren(...parts);
   }
 
   drawReadout() {
-    const { model, head, t } = this, parts = [`Query `, element("b", {}, `${t}`), ` “${label(model.pieces[t])}” (${DATA.kinds[model.kindOf[t]]})`];
-    if (head.steps) parts.push(" adds ", element("b", { class: "step" }, number(head.steps[t])), ", has the gain ", element("b", { class: "gain" }, number(head.gains[t])));
+    const { model, head, t } = this, strong = (name, text) => element("b", { class: name }, text);
+    const parts = ["Query ", strong("place", `${t}`), ` “${label(model.pieces[t])}” (${DATA.kinds[model.kindOf[t]]})`];
+    if (head.steps) parts.push(" adds ", strong("step", number(head.steps[t])), ", has the gain ", strong("gain", number(head.gains[t])));
     const could = model.pieces.filter((_, n) => model.sees(t, n)).length;
-    if (head.bias) parts.push(", and its bias leaves more than ", `${100 * DATA.far} % for `, element("b", { class: "sees" }, `${this.sees}`), ` of ${could} tokens.`);
+    if (head.bias) parts.push(`, and its bias leaves more than ${100 * DATA.far} % for `, strong("sees", `${this.sees}`), ` of ${could} tokens.`);
     if (model.mixes) parts.push(" This encoding also changes the scores by looking at them; the bias shown is the part before that.");
     if (!this.row) parts.push(` Attention weights are stored for layer ${model.attentionLayers.join(", ")} only (--attention).`);
     this.readout.replaceChildren(...parts);
@@ -284,7 +241,10 @@ class Panel {
     if (this.row) {
       context.fillStyle = blue;
       const wide = Math.max((right - left) / size - 1, 1);
-      for (let j = first; j <= last; j++) if (this.row[j]) { const y = this.row[j] / heaviest * (bottom - top); context.fillRect(x(j) - wide / 2, bottom - y, wide, y); }
+      for (let j = first; j <= last; j++) {
+        const y = this.row[j] / heaviest * (bottom - top);
+        if (y) context.fillRect(x(j) - wide / 2, bottom - y, wide, y);
+      }
       context.textAlign = "right";
       context.fillText(percent(heaviest).replace(".00", ""), left - 4, top + 8);
       context.fillText("0", left - 4, bottom);
@@ -303,7 +263,8 @@ class Panel {
       context.fillText("▲", x(this.t), bottom + 11);
       context.fillText(`query ${this.t}`, Math.min(Math.max(x(this.t), left + 40), right - 30), bottom + 25);
     }
-    this.chart.setAttribute("aria-label", `Bias and attention of query ${this.t} over the tokens ${first} to ${last}; the numbers are in the table below.`);
+    const told = `Bias and attention of query ${this.t} over the tokens ${first} to ${last}; the numbers are in the table below.`;
+    this.chart.setAttribute("aria-label", told);
   }
 
   drawBiasLine(context, { x, first, last, top, bottom, left, right, orange }) {
@@ -332,16 +293,16 @@ class Panel {
     let rows = head.attention(t);
     const caption = rows ? "The heaviest keys of the query" : "The nearest keys of the query";
     rows = rows ? rows.sort((a, b) => b[1] - a[1]).slice(0, 8) : Array.from({ length: Math.min(8, t + 1) }, (_, n) => [t - n, null]);
-    const lines = rows.map(([key, weight]) => element("tr", {}, element("td", {}, label(model.pieces[key])), element("td", {}, `${key}`), element("td", {}, number(t - key, 6)),
-      element("td", { class: "bias" }, head.bias ? number(head.bias(t, key)) : "–"), element("td", { class: "weight" }, weight === null ? "–" : percent(weight))));
-    this.topTable.replaceChildren(element("table", { class: "data" }, element("caption", {}, caption),
-      element("tr", {}, ...["token", "place", "tokens back", "bias", "attention"].map((name) => element("th", { scope: "col" }, name))), ...lines));
+    const lines = rows.map(([key, weight]) => [label(model.pieces[key]), `${key}`, number(t - key, 6),
+      head.bias ? number(head.bias(t, key)) : "–", weight === null ? "–" : percent(weight)]);
+    this.topTable.replaceChildren(dataTable(caption, ["token", "place", "tokens back", "bias", "attention"], lines));
   }
 
   drawKinds() {
     const { model, head } = this;
     if (!head.steps || this.same) {
-      const told = head.steps && !head.steps.at(-1) ? "In this head no token adds distance." : `In ${model.encoding} distance does not depend on what the tokens are.`;
+      const none = head.steps && !head.steps.at(-1);
+      const told = none ? "In this head no token adds distance." : `In ${model.encoding} distance does not depend on what the tokens are.`;
       this.kindTable.replaceChildren(element("p", { class: "note" }, told));
       return;
     }
@@ -349,15 +310,16 @@ class Panel {
     const counts = new Array(kinds).fill(0);
     model.kindOf.slice(1).forEach((kind) => { counts[kind]++; });
     const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
-    model.meanStep ??= mean(Array.from({ length: all }, (_, n) => mean(model.steps.subarray(n * model.length + 1, (n + 1) * model.length))));
-    const overall = model.meanStep, here = mean(head.steps.subarray(1));
+    const overHeads = (value) => mean(Array.from({ length: all }, (_, n) => value(n)));
+    const stepsOf = (n) => model.steps.subarray(n * model.length + 1, (n + 1) * model.length);
     const ofHead = (n, kind) => model.kind_steps[n * kinds + kind];
-    const rows = DATA.kinds.map((kind, k) => [kind, counts[k], ofHead(at, k), mean(Array.from({ length: all }, (_, n) => ofHead(n, k)))]).filter(([, count]) => count);
-    rows.sort((a, b) => b[2] - a[2]);
-    const lines = rows.map(([kind, count, own, every]) => element("tr", {}, element("td", {}, kind), element("td", {}, `${count}`), element("td", {}, number(own)),
-      element("td", {}, here > 0 ? `${(own / here).toFixed(2)}×` : "–"), element("td", {}, number(every)), element("td", {}, overall > 0 ? `${(every / overall).toFixed(2)}×` : "–")));
-    this.kindTable.replaceChildren(element("table", { class: "data kinds" }, element("caption", {}, "Mean step of all tokens but the first; × is over that of all kinds. Most distance first."),
-      element("tr", {}, ...["kind", "tokens", "this head", "", "all heads", ""].map((name) => element("th", { scope: "col" }, name))), ...lines));
+    const overall = model.meanStep ??= overHeads((n) => mean(stepsOf(n))), here = mean(stepsOf(at));
+    const times = (value, usual) => (usual > 0 ? `${(value / usual).toFixed(2)}×` : "–");
+    const rows = DATA.kinds.map((kind, k) => [kind, counts[k], ofHead(at, k), overHeads((n) => ofHead(n, k))])
+      .filter(([, count]) => count).sort((a, b) => b[2] - a[2])
+      .map(([kind, count, own, every]) => [kind, `${count}`, number(own), times(own, here), number(every), times(every, overall)]);
+    const caption = "Mean step of all tokens but the first; × is over that of all kinds. Most distance first.";
+    this.kindTable.replaceChildren(dataTable(caption, ["kind", "tokens", "this head", "", "all heads", ""], rows));
   }
 
   mapKind() { return state.heat === "bias" && this.head.bias ? "bias" : "attention"; }
@@ -371,18 +333,27 @@ class Panel {
     const token = (n) => first + Math.floor((n + 0.5) * size / cells);
     this.shownMap = { first, size, margin, side, kind, below };
     let value;
-    if (kind === "bias") value = (y, x) => { const i = token(y), j = token(x); return model.sees(i, j) ? (this.head.bias(i, j) - low) / (high - low) : null; };
-    else value = this.attentionPicture(cells, first, size);
+    if (kind === "bias") {
+      value = (y, x) => {
+        const i = token(y), j = token(x);
+        return model.sees(i, j) ? (this.head.bias(i, j) - low) / (high - low) : null;
+      };
+    } else {
+      value = this.attentionPicture(cells, first, size);
+    }
     if (value) {
       const picture = image(cells, value);
       context.imageSmoothingEnabled = false;
       context.drawImage(picture, margin, 6, side, side);
     }
     this.drawMapFrame(context, labelled);
-    this.drawScale(context, width, kind === "bias" ? [number(low, 2) + (low <= high - RANGE ? " or less" : ""), number(high, 2)] : ["0", "100 % (root scale)"]);
+    const lowest = number(low, 2) + (low <= high - RANGE ? " or less" : "");
+    this.drawScale(context, kind === "bias" ? [lowest, number(high, 2)] : ["0", "100 % (root scale)"]);
     const what = kind === "bias" ? "Bias" : "Attention";
-    this.map.setAttribute("aria-label", `${what} of layer ${this.head.layer}, head ${this.head.number}, tokens ${first} to ${last}: queries down, keys across.`);
-    this.mapNote.textContent = value ? `${what}: queries down, keys across. Point at a square for its number; click to make its row the query.` : "The attention of this layer is not stored: pick another layer, or use --attention.";
+    const where = `layer ${this.head.layer}, head ${this.head.number}, tokens ${first} to ${last}`;
+    this.map.setAttribute("aria-label", `${what} of ${where}: queries down, keys across.`);
+    const hint = "queries down, keys across. Point at a square for its number; click to make its row the query.";
+    this.mapNote.textContent = value ? `${what}: ${hint}` : "The attention of this layer is not stored: pick another layer, or use --attention.";
   }
 
   attentionPicture(cells, first, size) {
@@ -435,7 +406,7 @@ class Panel {
     }
   }
 
-  drawScale(context, width, [low, high]) {
+  drawScale(context, [low, high]) {
     const { margin, side, below } = this.shownMap, y = side + 16 + below;
     for (let n = 0; n < 100; n++) {
       const word = PALETTE[Math.round(n * 2.55)];
@@ -451,11 +422,13 @@ class Panel {
 
   pointAtMap(event, clicked) {
     const box = this.map.getBoundingClientRect(), { first, size, margin, side, kind } = this.shownMap;
-    const j = first + Math.floor((event.clientX - box.left - margin) / side * size), i = first + Math.floor((event.clientY - box.top - 6) / side * size);
+    const j = first + Math.floor((event.clientX - box.left - margin) / side * size);
+    const i = first + Math.floor((event.clientY - box.top - 6) / side * size);
     if (i < first || j < first || i >= first + size || j >= first + size || !this.model.sees(i, j)) return;
     if (clicked) { state.pinned = true; setQuery(this, i); }
     const { pieces } = this.model, found = (this.head.attention(i) || []).find(([key]) => key === j);
-    const told = kind === "bias" ? `bias ${number(this.head.bias(i, j))}` : "attention " + (found ? percent(found[1]) : `below the ${DATA.top} heaviest or ${100 * DATA.lightest} %`);
+    const weight = found ? percent(found[1]) : `below the ${DATA.top} heaviest or ${100 * DATA.lightest} %`;
+    const told = kind === "bias" ? `bias ${number(this.head.bias(i, j))}` : `attention ${weight}`;
     this.mapNote.textContent = `Query ${i} “${label(pieces[i])}”, key ${j} “${label(pieces[j])}”: ${told}`;
   }
 
@@ -464,7 +437,8 @@ class Panel {
     this.draw();
     if (scroll) {
       const span = this.spans[t], box = this.text;
-      if (span.offsetTop < box.scrollTop || span.offsetTop + span.offsetHeight > box.scrollTop + box.clientHeight) box.scrollTop = span.offsetTop - box.clientHeight / 2;
+      const top = span.offsetTop, bottom = top + span.offsetHeight;
+      if (top < box.scrollTop || bottom > box.scrollTop + box.clientHeight) box.scrollTop = top - box.clientHeight / 2;
     }
   }
 }
