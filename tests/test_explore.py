@@ -408,11 +408,11 @@ def test_what_a_figure_shows_is_what_the_encoding_adds(encoding, tokenizer, tmp_
     assert values.shape == (4, 40, 40) and np.isnan(values[:, 3, 4]).all() and not np.isnan(values[:, 4, :5]).any()
     call = layer_calls(model, tokens.ids[None])[1]
     scores = (call.q @ call.k.transpose(-1, -2) * call.scale)[0].detach().double().numpy()
-    logits = scores + values if "score (" not in name else values
+    logits = scores + values if name != figures.SCORE else values
     logits = np.where(np.isnan(logits), -np.inf, logits)
     weights = np.exp(logits - logits.max(-1, keepdims=True))
     assert np.allclose(weights / weights.sum(-1, keepdims=True), whole(call), atol=1e-5)
-    assert ("score (" in name) == (encoding == "rope")
+    assert (name == figures.SCORE) == (encoding == "rope")
     for path in figures.bias_figure(model, tokens, -1, tmp_path / "bias"):
         assert path.stat().st_size > 1000
 

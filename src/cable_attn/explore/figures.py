@@ -16,6 +16,8 @@ from cable_attn.report import COLOURS, pyplot, save
 
 RANGE = 8.0
 """Of a bias in pictures: at −8 a weight is 0.03 % of what it would be."""
+SCORE = "attention score"
+"""What is shown of an encoding that adds no bias."""
 MOST = 1024
 """Tokens of a still figure: all T×T numbers of a layer are drawn."""
 
@@ -43,12 +45,12 @@ def _added(call: Call) -> tuple[torch.Tensor, str]:
     q = call.q.to(call.wide) * call.scale
     scores = q @ call.k.to(call.wide).repeat_interleave(call.groups, dim=1).transpose(-1, -2)
     if call.bias is None and call.mix is None:
-        return scores, "score (the encoding adds no bias)"
+        return scores, SCORE
     bias = None if call.bias is None else call.bias.rows(i, j).to(call.wide).expand_as(scores)
     if call.mix is None:
         assert bias is not None
         return bias, "bias"
-    return call.mix(scores, bias, q, call.layout.visible(i, j)) - scores, "bias and all that depends on the scores"
+    return call.mix(scores, bias, q, call.layout.visible(i, j)) - scores, "added to the score"
 
 
 def colour_range(values: np.ndarray) -> tuple[float, float]:
