@@ -132,7 +132,8 @@ def loss_figure(
     import matplotlib
 
     for n, (name, curve) in enumerate(curves.items()):
-        axes.plot(*zip(*curve), label=name, color=COLOURS[n % len(COLOURS)], linewidth=1.2)
+        style = ("-", "--", "-.", ":")[n % 4]
+        axes.plot(*zip(*curve), style, label=name, color=COLOURS[n % len(COLOURS)], linewidth=1.3)
     axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
     axes.set_xlabel(along)
     axes.set_ylabel(what)
