@@ -24,7 +24,7 @@ demo: setup  ## Train five encodings on short text and read 16 times further (CP
 	$(BIN)/cable demo
 
 test: setup  ## Run the tests (CPU)
-	$(TEST_ENV) $(BIN)/pytest --numprocesses 2 --dist worksteal
+	$(TEST_ENV) $(BIN)/pytest --numprocesses 2 --dist worksteal -rs
 
 check: setup  ## Lint, format, types, import contract
 	$(BIN)/ruff check .

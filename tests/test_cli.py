@@ -68,6 +68,7 @@ def run(tmp_path_factory) -> Path:
     code, printed, err = cable("demo", "--out", str(out), *SMALL)
     assert code == 0, err
     assert "cable" in printed and "rope" in printed and "16×" in printed
+    assert printed.strip().endswith(str(out / "report.html"))
     return out
 
 
@@ -85,7 +86,7 @@ def test_demo_leaves_numbers_figure_and_checkpoints(run):
     assert model.generate(ids, max_new_tokens=3, do_sample=False).shape[1] == ids.shape[1] + 3
     assert {path.name for path in run.iterdir()} == {
         "cable-0", "rope-0", "results.json", "table.md", "table.csv", "table.tex", "perplexity.png", "perplexity.svg",
-        "loss.png", "loss.svg", "demo.json",
+        "perplexity.pdf", "loss.png", "loss.svg", "loss.pdf", "demo.json", "report.html",
     }  # fmt: skip
 
 

@@ -386,6 +386,10 @@ max_length = 64
     table = (tmp_path / "study" / "table.md").read_text()
     assert f"{100 * rows[1]['ndcg@10']:.2f}" in table and "bm25" in table
     assert (tmp_path / "study" / "contrastive.png").exists()
+    page = (tmp_path / "study" / "report.html").read_text()
+    assert (
+        f"{100 * rows[1]['ndcg@10']:.2f}" in page and "bm25, whole documents" in page and "Loss in fine-tuning" in page
+    )
 
 
 class Watched:

@@ -1,10 +1,13 @@
-"""Figures, as PNG and SVG."""
+"""Figures, as PNG, SVG and PDF."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from cable_attn.files import write_atomically
 
 Perplexities = Mapping[str, Mapping[int, float]]
 """encoding → length → perplexity; a length that an encoding cannot read is absent."""
@@ -14,7 +17,12 @@ MARKERS = "osD^vPX"
 NOTE: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8, "color": "0.4"}
 
 
-def _pyplot() -> Any:
+KINDS = ("png", "svg", "pdf")
+UNDATED = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+"""The same figure gives the same bytes."""
+
+
+def pyplot() -> Any:
     """matplotlib (the ``plot`` extra), without a screen."""
     import matplotlib
 
@@ -25,19 +33,23 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def _save(figure: Any, stem: Path) -> list[Path]:
-    paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg")]
-    for path in paths:
-        figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
-    _pyplot().close(figure)
+def save(figure: Any, stem: Path) -> list[Path]:
+    """``stem``.png, .svg and .pdf."""
+    paths = []
+    for kind in KINDS:
+        picture = io.BytesIO()
+        figure.savefig(picture, format=kind, dpi=160, metadata=UNDATED.get(kind))
+        paths.append(stem.with_name(f"{stem.name}.{kind}"))
+        write_atomically(paths[-1], picture.getvalue())
+    pyplot().close(figure)
     return paths
 
 
 def speed_figure(rows: list[dict[str, Any]], stem: Path) -> list[Path]:
-    """Forward and backward time of each peer over that of SDPA flash, one panel a shape, as PNG and SVG."""
+    """Forward and backward time of each peer over that of SDPA flash, one panel a shape, as PNG, SVG and PDF."""
     shapes = list(dict.fromkeys(tuple(row["shape"].values()) for row in rows))
     names = list(dict.fromkeys(row["peer"] for row in rows))
-    figure, panels = _pyplot().subplots(
+    figure, panels = pyplot().subplots(
         1, len(shapes), figsize=(3 * len(shapes), 3.4), sharey=True, layout="constrained", squeeze=False
     )
     for axes, shape in zip(panels[0], shapes):
@@ -59,15 +71,15 @@ def speed_figure(rows: list[dict[str, Any]], stem: Path) -> list[Path]:
     panels[0][0].set_yticks(range(len(names)), names)
     panels[0][0].invert_yaxis()
     figure.supxlabel("forward and backward, time over SDPA flash (log scale; left is faster)", fontsize=9)
-    return _save(figure, stem)
+    return save(figure, stem)
 
 
 def training_figure(rows: list[dict[str, Any]], stem: Path) -> list[Path]:
-    """Training time and peak memory of each encoding, one column a model size, as PNG and SVG."""
+    """Training time and peak memory of each encoding, one column a model size, as PNG, SVG and PDF."""
     sizes = list(dict.fromkeys(row["size"] for row in rows))
     names = list(dict.fromkeys(row["encoding"] for row in rows))
     size_in_inches = (3.2 * len(sizes) + 1, 0.5 * len(names) + 2)
-    figure, panels = _pyplot().subplots(
+    figure, panels = pyplot().subplots(
         2, len(sizes), figsize=size_in_inches, sharey=True, layout="constrained", squeeze=False
     )
     for column, size in enumerate(sizes):
@@ -87,16 +99,16 @@ def training_figure(rows: list[dict[str, Any]], stem: Path) -> list[Path]:
     for axes in panels[:, 0]:
         axes.set_yticks(range(len(names)), names)
     panels[0][0].invert_yaxis()
-    return _save(figure, stem)
+    return save(figure, stem)
 
 
 def passkey_figure(rows: list[dict[str, Any]], stem: Path) -> list[Path]:
-    """The share found over length and depth, as a heat map with its numbers, as PNG and SVG."""
+    """The share found over length and depth, as a heat map with its numbers, as PNG, SVG and PDF."""
     rows = [row for row in rows if "error" not in row]
     lengths, depths = (sorted({row[key] for row in rows}) for key in ("length", "depth"))
     found = {(row["depth"], row["length"]): row["accuracy"] for row in rows}
     size = (1.6 + 0.75 * len(lengths), 1.3 + 0.38 * len(depths))
-    figure, axes = _pyplot().subplots(figsize=size, layout="constrained")
+    figure, axes = pyplot().subplots(figsize=size, layout="constrained")
     image = [[found[depth, length] for length in lengths] for depth in depths]
     axes.imshow(image, vmin=0, vmax=1, cmap="cividis", aspect="auto")
     for y, row in enumerate(image):
@@ -106,27 +118,34 @@ def passkey_figure(rows: list[dict[str, Any]], stem: Path) -> list[Path]:
     axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
     axes.set_xlabel("tokens in the text")
     axes.set_ylabel("depth of the fact")
-    return _save(figure, stem)
+    return save(figure, stem)
 
 
 def loss_figure(
-    curves: Mapping[str, list[tuple[int, float]]], stem: Path, what: str = "training loss", seen: str = "tokens"
+    curves: Mapping[str, list[tuple[int, float]]],
+    stem: Path,
+    what: str = "training loss",
+    along: str = "tokens seen in training",
 ) -> list[Path]:
-    """Loss against what was seen, a line for each name, as PNG and SVG."""
-    figure, axes = _pyplot().subplots(figsize=(6.4, 4.2), layout="constrained")
+    """Loss against tokens seen, a line for each name, as PNG, SVG and PDF."""
+    figure, axes = pyplot().subplots(figsize=(6.4, 4.2), layout="constrained")
+    import matplotlib
+
     for n, (name, curve) in enumerate(curves.items()):
-        axes.plot(*zip(*curve), label=name, color=COLOURS[n % len(COLOURS)], linewidth=1.2)
-    axes.set_xlabel(f"{seen} seen in training")
+        style = ("-", "--", "-.", ":")[n % 4]
+        axes.plot(*zip(*curve), style, label=name, color=COLOURS[n % len(COLOURS)], linewidth=1.3)
+    axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
+    axes.set_xlabel(along)
     axes.set_ylabel(what)
     axes.grid(axis="y", color="0.92")
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(frameon=False, loc="outside right upper")
-    return _save(figure, stem)
+    return save(figure, stem)
 
 
 def perplexity_figure(results: Perplexities, trained_at: int, stem: Path) -> list[Path]:
-    """Perplexity against length, as PNG and SVG."""
-    plt = _pyplot()
+    """Perplexity against length, as PNG, SVG and PDF."""
+    plt = pyplot()
     import matplotlib
 
     figure, axes = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
@@ -153,4 +172,4 @@ def perplexity_figure(results: Perplexities, trained_at: int, stem: Path) -> lis
     axes.grid(axis="y", color="0.92")
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(frameon=False, loc="outside right upper")
-    return _save(figure, stem)
+    return save(figure, stem)

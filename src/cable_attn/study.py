@@ -364,7 +364,7 @@ def _read(cell: Cell, folder: Path, own: Path, watch: Watcher | None) -> dict[st
         "seed": cell.seed,
         "settings": cell.settings(),
         "checkpoint_sha256": checkpoint_hash(folder),
-        "training": _training(folder),
+        "training": training_record(folder),
         **environment(),
     }
     if study.retrieval is not None:
@@ -399,7 +399,7 @@ def _read(cell: Cell, folder: Path, own: Path, watch: Watcher | None) -> dict[st
     return result
 
 
-def _training(folder: Path) -> dict[str, Any]:
+def training_record(folder: Path) -> dict[str, Any]:
     """The losses and the speed of the run."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     wanted = ("loss", "eval_loss", "tokens_per_second", "train_runtime", "peak_memory_mib", "tokens")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,7 +16,7 @@ from cable_attn.attention.call import Call
 from cable_attn.bench.attention import Inputs, own_stream, sdpa
 from cable_attn.bias import PotentialBias
 from cable_attn.errors import CableError
-from cable_attn.models.layers import SelfAttention
+from cable_attn.models.capture import layer_calls
 
 
 def run(
@@ -34,29 +33,16 @@ def run(
             )
         ids = torch.from_numpy(tokens[:length].astype(np.int64)).cuda()[None]
         tell(f"{length} tokens")
-        for layer, call in enumerate(layer_calls(model, ids)):
+        for layer, call in enumerate(potential_calls(model, ids)):
             row = {"bench": "pruning", "tokens": length, "layer": layer, "epsilon": epsilon}
             yield row | measure(call, epsilon)
 
 
-def layer_calls(model: PreTrainedModel, ids: Tensor) -> list[Call]:
+def potential_calls(model: PreTrainedModel, ids: Tensor) -> list[Call]:
     """What each layer of the model asks of attention on this text."""
-    found: list[Call] = []
-
-    def note(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = inspect.signature(layer.forward).bind(*args, **kwargs).arguments
-        found.append(layer.call(given["x"], given["layout"], given.get("shared_encoding")))
-
-    hooks = [
-        layer.register_forward_pre_hook(note, with_kwargs=True)
-        for layer in model.modules()
-        if isinstance(layer, SelfAttention)
-    ]
-    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
-        model.base_model(ids, use_cache=False)
-    for hook in hooks:
-        hook.remove()
-    if not found or not all(isinstance(call.bias, PotentialBias) for call in found):
+    with torch.autocast("cuda", torch.bfloat16):
+        found = layer_calls(model, ids)
+    if not all(isinstance(call.bias, PotentialBias) for call in found):
         raise CableError("only models whose encoding is a potential (cable, cable-nw, fox, alibi) can be pruned.")
     return found
 

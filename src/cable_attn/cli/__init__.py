@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from cable_attn.cli import bench, data, evaluation, generation, models, retrieval, study
+from cable_attn.cli import bench, data, evaluation, generation, look, models, retrieval, study
 from cable_attn.cli.common import say
 from cable_attn.errors import CableError
 
@@ -25,6 +25,9 @@ app.command()(study.demo)
 app.command()(models.train)
 app.command(name="eval")(evaluation.evaluate)
 app.command()(generation.generate)
+app.command()(look.explore)
+app.add_typer(look.plot_app, name="plot")
+app.command()(look.report)
 app.add_typer(study.app, name="study")
 app.command()(study.reproduce)
 app.add_typer(retrieval.app, name="retrieve")

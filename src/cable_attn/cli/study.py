@@ -110,7 +110,7 @@ def run_study(
     _tell_failures(failed, len(studies.choose(study, wanted)))
     if study.retrieval is not None and not wanted:
         _add_baseline(study, folder)
-    _report(study, folder)
+    _tell_page(_report(study, folder))
     if failed:
         raise typer.Exit(1)
 
@@ -121,7 +121,7 @@ def report(file: File, overrides: Overrides = None, out: Out = None) -> None:
     from cable_attn import study as studies
 
     study = studies.load(file, overrides or [])
-    _report(study, out or _folder(study))
+    _tell_page(_report(study, out or _folder(study)))
 
 
 def reproduce(
@@ -208,8 +208,8 @@ def demo(
         raise
     failed = _run_here(study, out, [])
     _tell_failures(failed, len(study.cells()))
-    _report(study, out)
-    say(f"{time.monotonic() - start:.0f} s.")
+    page = _report(study, out)
+    say(f"{time.monotonic() - start:.0f} s." + (f" All of it on one page: {page}" if page else ""))
     if failed:
         raise typer.Exit(1)
 
@@ -320,23 +320,33 @@ def _tell_failures(failed: dict[str, str], cells: int) -> None:
         say(f"{name} failed: {reason}")
 
 
-def _report(study: Any, folder: Path) -> None:
-    """Tables and figures of what is done, in the study's folder."""
+def _tell_page(page: Path | None) -> None:
+    if page is not None:
+        say(f"All of it on one page: {page}")
+
+
+def _report(study: Any, folder: Path) -> Path | None:
+    """Tables and figures of what is done, in the study's folder, and a page with all of it."""
     from cable_attn import study as studies
+    from cable_attn import summary
     from cable_attn.tables import LengthTable
 
     rows = list(studies.results(study, folder))
     if not rows:
         say(f"Nothing is done yet in {folder}.")
-        return
+        return None
     paper = studies.paper(study.paper)
     theirs = paper["rows"] if paper else {}
+    gathered = summary.Gathered(study.title, rows, summary.failures(folder), theirs, studies.baseline(folder))
     values = studies.by_variant(rows)
     means = {name: {n: statistics.mean(found) for n, found in row.items()} for name, row in values.items() if row}
     if means:
         _write_table(LengthTable(study.title, values, study.trained_at, theirs), folder / "table", means)
     elif study.retrieval is not None:
-        _retrieval_tables(study, rows, theirs, folder)
+        found_documents = summary.retrieval_tables(gathered)
+        for name, table in found_documents.items():
+            alone = len(found_documents) == 1
+            _write_table(table, folder / ("table" if alone else f"table-{name.replace('/', '-')}"))
     else:
         console.print(_loss_table(study.title, rows))
     found = studies.found_by_length(rows)
@@ -349,6 +359,7 @@ def _report(study: Any, folder: Path) -> None:
         say(f"Not done: {', '.join(left)}")
     say(f"Results: {folder}")
     _draw(study, rows, means, folder)
+    return summary.write(folder, gathered)
 
 
 def _write_table(table: Any, stem: Path, means: dict[str, dict[int, float]] | None = None) -> None:
@@ -361,23 +372,6 @@ def _write_table(table: Any, stem: Path, means: dict[str, dict[int, float]] | No
     if means is not None:
         write_json(stem.with_name("results.json"), means)
     say(f"Table: {stem}.md, .csv, .tex")
-
-
-def _retrieval_tables(study: Any, rows: list[dict[str, Any]], paper: dict[str, Any], folder: Path) -> None:
-    """nDCG@10 for each collection, BM25 below."""
-    from cable_attn import study as studies
-    from cable_attn.tables import LengthTable
-
-    collections = study.retrieval.collections
-    for collection in collections:
-        values = studies.found_documents(rows, collection)
-        words = studies.baseline(folder).get(collection)
-        if words is not None:
-            values["bm25, whole documents"] = {n: [100 * words["ndcg@10"]] for n in study.lengths}
-        alone = len(collections) == 1
-        title = study.title if alone else f"{study.title}: {collection}"
-        table = LengthTable(title, values, study.trained_at, paper if alone else {}, lower_is_better=False)
-        _write_table(table, folder / ("table" if alone else f"table-{collection.replace('/', '-')}"))
 
 
 def _loss_table(title: str, rows: list[dict[str, Any]]) -> Table:
@@ -395,7 +389,7 @@ def _draw(study: Any, rows: list[dict[str, Any]], means: dict[str, dict[int, flo
         paths += loss_figure({row["cell"]: row["training"]["curve"] for row in rows}, folder / "loss")
         tuned = {row["cell"]: row["fine_tuning"]["curve"] for row in rows if "fine_tuning" in row}
         if tuned:
-            paths += loss_figure(tuned, folder / "contrastive", "contrastive loss", "queries")
+            paths += loss_figure(tuned, folder / "contrastive", "contrastive loss", "queries seen in fine-tuning")
         for row in rows:
             if "passkey" in row:
                 paths += passkey_figure(row["passkey"], folder / f"passkey-{row['cell']}")

@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from cable_attn.errors import CableError, reason
 
@@ -41,12 +48,21 @@ def load_causal_lm(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
         raise _broken(folder, error) from error
 
 
-def load_model(folder: Path) -> PreTrainedModel:
-    """The model of a checkpoint folder. Reads safetensors only and never runs code from it."""
-    if not (folder / "config.json").is_file():
-        raise CableError(f"{str(folder)!r} is not a checkpoint: it has no config.json.")
+def load_gpt_or_bert(folder: Path) -> PreTrainedModel:
+    """The model of a checkpoint folder, causal or masked, as its config says."""
+    _require_config(folder)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        kind = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True).model_type
+    except (OSError, ValueError, KeyError) as error:
+        raise _broken(folder, error) from error
+    return load_model(folder, AutoModelForMaskedLM if kind == "cable_bert" else AutoModelForCausalLM)
+
+
+def load_model(folder: Path, kind: Any = AutoModelForCausalLM) -> PreTrainedModel:
+    """The model of a checkpoint folder. Reads safetensors only and never runs code from it."""
+    _require_config(folder)
+    try:
+        loaded: Any = kind.from_pretrained(
             folder, output_loading_info=True, use_safetensors=True, trust_remote_code=False, local_files_only=True
         )
     except CableError:
@@ -60,6 +76,11 @@ def load_model(folder: Path) -> PreTrainedModel:
             f"checkpoint {str(folder)!r} is not complete: it lacks {', '.join(absent[:3])} ({len(absent)})."
         )
     return model
+
+
+def _require_config(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        raise CableError(f"{str(folder)!r} is not a checkpoint: it has no config.json.")
 
 
 def _broken(folder: Path, error: Exception) -> CableError:

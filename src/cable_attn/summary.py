@@ -1,0 +1,284 @@
+"""``cable report``: a run or a study as one HTML page, from what is stored in its folder and nothing else."""
+
+from __future__ import annotations
+
+import base64
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from cable_attn import recipe as recipes
+from cable_attn import study as studies
+from cable_attn.errors import CableError
+from cable_attn.files import read_json, write_atomically
+from cable_attn.report import loss_figure, passkey_figure, perplexity_figure
+from cable_attn.tables import LengthTable
+
+FILE = "report.html"
+ENVIRONMENT = ("commit", "gpu", "python", "versions")
+STYLE = """
+:root { color-scheme: light dark; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 1.5rem auto; padding: 0 1rem;
+  background: Canvas; color: CanvasText; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
+.scroll { overflow-x: auto; margin: 0.6rem 0; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 0.9rem; }
+th, td { padding: 0.2rem 0.7rem; border-bottom: 1px solid GrayText; text-align: right; vertical-align: top; }
+th:first-child, td:first-child { text-align: left; }
+figure { margin: 1rem 0; } figcaption, .note { font-size: 0.9rem; }
+img { max-width: 100%; background: white; border-radius: 6px; }
+code { font-size: 0.85rem; overflow-wrap: anywhere; }
+"""
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """A folder's runs. ``rows`` are like those of ``evaluation.json``; a run that was not read has no results."""
+
+    title: str
+    rows: list[dict[str, Any]]
+    failures: dict[str, str]
+    paper: Mapping[str, Mapping[str, float | None]]
+    words: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """BM25's numbers for each collection."""
+
+    @property
+    def trained_at(self) -> int:
+        return int(self.rows[0]["settings"]["recipe"]["data"]["length"])
+
+
+def gather(folder: Path, title: str = "", paper: Mapping[str, Mapping[str, float | None]] | None = None) -> Gathered:
+    """What a run folder, or a folder of runs, holds."""
+    if not folder.is_dir():
+        raise CableError(f"{str(folder)!r} is no folder. Give a run folder of cable train, or the folder of a study.")
+    below = sorted(folder.iterdir(), key=lambda path: (not path.name.startswith("cable"), path.name))
+    runs = [folder] if _is_run(folder) else [path for path in below if path.is_dir() and _is_run(path)]
+    rows = [_row(run) for run in runs]
+    if not rows:
+        raise CableError(
+            f"{str(folder)!r} holds no run yet: no metrics.jsonl or {studies.EVALUATION} in it or one below."
+        )
+    return Gathered(title or folder.resolve().name, rows, failures(folder), paper or {}, studies.baseline(folder))
+
+
+def retrieval_tables(gathered: Gathered) -> dict[str, LengthTable]:
+    """nDCG@10 for each collection that was searched, BM25 below."""
+    rows = [row for row in gathered.rows if "retrieval" in row]
+    collections = list(dict.fromkeys(name for row in rows for name in row["retrieval"]))
+    tables = {}
+    for name in collections:
+        values = studies.found_documents(rows, name)
+        if name in gathered.words:
+            lengths = {length for row in values.values() for length in row}
+            values["bm25, whole documents"] = {n: [100 * gathered.words[name]["ndcg@10"]] for n in sorted(lengths)}
+        alone = len(collections) == 1
+        title, paper = (gathered.title, gathered.paper) if alone else (f"{gathered.title}: {name}", {})
+        tables[name] = LengthTable(title, values, gathered.trained_at, paper, lower_is_better=False)
+    return tables
+
+
+def failures(folder: Path) -> dict[str, str]:
+    """Why each cell of a study that failed did."""
+    found = sorted(folder.glob(f"*/{studies.FAILURE}"))
+    return {path.parent.name: path.read_text(encoding="utf-8").strip() for path in found}
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / studies.EVALUATION).is_file() or (
+        (folder / "metrics.jsonl").is_file() and (folder / "recipe.toml").is_file()
+    )
+
+
+def _row(folder: Path) -> dict[str, Any]:
+    if (folder / studies.EVALUATION).is_file():
+        row: dict[str, Any] = read_json(folder / studies.EVALUATION)
+        return row
+    settings = {"recipe": asdict(recipes.load(str(folder / "recipe.toml")))}
+    known = read_json(folder / "environment.json") if (folder / "environment.json").is_file() else {}
+    return {
+        "cell": folder.resolve().name,
+        "variant": folder.resolve().name,
+        "settings": settings,
+        "training": studies.training_record(folder),
+        "results": [],
+        **{key: known[key] for key in ENVIRONMENT if key in known},
+    }
+
+
+def fine_tuning_curve(folder: Path) -> list[tuple[int, float]] | None:
+    """Updates and losses of an encoder that ``cable retrieve train`` made; ``None`` if it is none."""
+    if not (folder / "fine_tuning.json").is_file():
+        return None
+    return [(entry["step"], entry["loss"]) for entry in read_json(folder / "fine_tuning.json")["log"]]
+
+
+def write(folder: Path, gathered: Gathered, out: Path | None = None) -> Path:
+    """The page, beside the runs unless ``out`` says otherwise."""
+    path = out or folder / FILE
+    write_atomically(path, render(gathered))
+    return path
+
+
+def render(gathered: Gathered) -> str:
+    parts = [
+        f"<h1>{escape(gathered.title)}</h1>",
+        *_results(gathered),
+        *_figures(gathered),
+        "<h2>Training</h2>",
+        _training(gathered.rows),
+        *_failures(gathered.failures),
+        "<h2>Settings</h2>",
+        *_settings(gathered.rows),
+        "<h2>Environment</h2>",
+        _environment(gathered.rows),
+    ]
+    head = (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
+        'img-src data:">'
+    )
+    return f"{head}<title>{escape(gathered.title)}</title><style>{STYLE}</style></head><body>\n" + "\n".join(
+        [*parts, "</body></html>\n"]
+    )
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Cells are HTML already."""
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in header)
+    body = "\n".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="scroll"><table><tr>{head}</tr>\n{body}</table></div>'
+
+
+def _results(gathered: Gathered) -> list[str]:
+    values = studies.by_variant(gathered.rows)
+    parts = []
+    if any(values.values()):
+        perplexity = LengthTable("Perplexity on held-out text", values, gathered.trained_at, gathered.paper)
+        parts += _length_table(perplexity)
+    for found_documents in retrieval_tables(gathered).values():
+        parts += _length_table(found_documents)
+    found = studies.found_by_length(gathered.rows)
+    if found:
+        parts += _length_table(
+            LengthTable("Pass keys found, %", found, gathered.trained_at, digits=1, lower_is_better=False)
+        )
+    tasks = [
+        [escape(row["cell"]), escape(task), escape(metric), f"{value:.4f}"]
+        for row in gathered.rows
+        for task, metrics in row.get("tasks", {}).items()
+        for metric, value in metrics.items()
+    ]
+    if tasks:
+        parts += ["<h2>Tasks</h2>", table(("cell", "task", "metric", "value"), tasks)]
+    return parts
+
+
+def _length_table(found: LengthTable) -> list[str]:
+    rows = []
+    for name in found.values:
+        cells = [(escape(found.text(name, length)), found.is_best(name, length)) for length in found.lengths]
+        rows.append([escape(name), *(f"<b>{cell}</b>" if best else cell for cell, best in cells)])
+    note = f'<p class="note">{escape(found.caption)}</p>'
+    return [f"<h2>{escape(found.title)}</h2>", table(("tokens read at once", *found.header()), rows), note]
+
+
+def _figures(gathered: Gathered) -> list[str]:
+    """Drawn anew from the numbers, inside the page."""
+    values = studies.by_variant(gathered.rows)
+    means = {name: {n: statistics.mean(found) for n, found in row.items()} for name, row in values.items() if row}
+    curves = {row["cell"]: row["training"]["curve"] for row in gathered.rows if row["training"].get("curve")}
+    with tempfile.TemporaryDirectory() as folder:
+        stem = Path(folder) / "figure"
+        try:
+            parts = []
+            if means:
+                parts.append(_figure(perplexity_figure(means, gathered.trained_at, stem), "Perplexity against length"))
+            if curves:
+                parts.append(_figure(loss_figure(curves, stem), "Loss in training"))
+            tuned = {row["cell"]: row["fine_tuning"]["curve"] for row in gathered.rows if "fine_tuning" in row}
+            if tuned:
+                paths = loss_figure(tuned, stem, "contrastive loss", "queries seen in fine-tuning")
+                parts.append(_figure(paths, "Loss in fine-tuning"))
+            for row in gathered.rows:
+                if any("error" not in found for found in row.get("passkey", [])):
+                    told = f"Pass keys found by {row['cell']}, by length and depth"
+                    parts.append(_figure(passkey_figure(row["passkey"], stem), told))
+        except ImportError:
+            return ["<p>No figures: matplotlib is missing. pip install 'cable-attn[plot]'</p>"]
+    return parts
+
+
+def _figure(paths: list[Path], caption: str) -> str:
+    svg = next(path for path in paths if path.suffix == ".svg").read_bytes()
+    source = f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
+    return f'<figure><img src="{source}" alt="{escape(caption)}"><figcaption>{escape(caption)}</figcaption></figure>'
+
+
+TRAINING = {
+    "loss": ("loss", "{:.4f}"),
+    "eval_loss": ("loss on held-out text", "{:.4f}"),
+    "tokens": ("tokens", "{:,}"),
+    "tokens_per_second": ("tokens/s", "{:,.0f}"),
+    "train_runtime": ("seconds", "{:,.0f}"),
+    "peak_memory_mib": ("peak MiB", "{:,.0f}"),
+}
+
+
+def _training(rows: list[dict[str, Any]]) -> str:
+    known = [key for key in TRAINING if any(row["training"].get(key) is not None for row in rows)]
+    lines = [
+        [escape(row["cell"])] + [_told(row["training"].get(key), TRAINING[key][1]) for key in known] for row in rows
+    ]
+    return table(("run", *(TRAINING[key][0] for key in known)), lines)
+
+
+def _told(value: Any, form: str) -> str:
+    return "–" if value is None else form.format(value)
+
+
+def _failures(failures: dict[str, str]) -> list[str]:
+    if not failures:
+        return []
+    rows = [[escape(name), escape(reason)] for name, reason in failures.items()]
+    return ["<h2>Failed</h2>", table(("cell", "why"), rows)]
+
+
+def _flat(tree: Any, path: str = "") -> dict[str, str]:
+    if not isinstance(tree, dict) or not tree:
+        return {path: str(tree) if tree != "" else '""'}
+    return {k: v for key, value in tree.items() for k, v in _flat(value, f"{path}.{key}" if path else str(key)).items()}
+
+
+def _settings(rows: list[dict[str, Any]]) -> list[str]:
+    """What differs between the runs by run, and what all share once."""
+    flat = {row["cell"]: _flat(row["settings"]) for row in rows}
+    keys = list(dict.fromkeys(key for settings in flat.values() for key in settings))
+    shared = [key for key in keys if len({settings.get(key, "–") for settings in flat.values()}) == 1]
+    differ = [key for key in keys if key not in shared]
+    parts = []
+    if differ:
+        lines = [[_code(key), *(_code(settings.get(key, "–")) for settings in flat.values())] for key in differ]
+        parts.append(table(("what differs", *flat), lines))
+    first = next(iter(flat.values()))
+    return [*parts, table(("setting of every run", "value"), [[_code(key), _code(first[key])] for key in shared])]
+
+
+def _environment(rows: list[dict[str, Any]]) -> str:
+    lines = []
+    for row in rows:
+        versions = ", ".join(f"{name} {version}" for name, version in row.get("versions", {}).items())
+        data = row.get("data", {})
+        cells = (row.get("commit"), row.get("gpu") or "CPU", row.get("python"), versions)
+        digests = (row.get("checkpoint_sha256"), data.get("sha256") if isinstance(data, dict) else data)
+        told = [escape(str(cell or "–")) for cell in cells] + [_code(str(digest or "–")[:16]) for digest in digests]
+        lines.append([escape(row["cell"]), *told])
+    return table(("run", "commit", "GPU", "Python", "versions", "checkpoint", "text read"), lines)
+
+
+def _code(text: str) -> str:
+    return f"<code>{escape(text)}</code>"
