@@ -14,7 +14,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from cable_attn.attention import backward, kernels, pruning
+from cable_attn.attention import backward, decoding, kernels, pruning
 from cable_attn.attention.tiles import HALF, LOG_KERNEL, SINGLE, Tile, tiles_for
 from cable_attn.encodings import head_kernels
 
@@ -40,6 +40,8 @@ def pointer(name: str, data: str, packed: bool) -> str:
         return "*fp64" if packed else "*fp32"
     if name == "KMASK":
         return "*i1"
+    if name == "START":
+        return "*i64"
     if name in ("DOCS", "LO", "HI", "FIRST", "BEGIN", "END"):
         return "*i32"
     return "*fp64" if name in ("BASE", "C") else "*fp32"
@@ -100,6 +102,12 @@ def jobs(generation: int) -> list[tuple]:
             todo.append((kernel, tile, {**flags, **shape}, data, generation))
         if flags["KERNEL"] >= 2:
             todo.append((backward.backward_table, Tile(64, 64, 4, 2), {**flags, "BLOCK": 64}, data, generation))
+    for dim in (64, 128, 256) if generation < 100 else (128,):
+        flags = {**CABLE, **PLAIN, "PADDED": True, "D": dim, "BD": dim, "PRECISION": "tf32", "BM": 64, "BN": 64}
+        flags |= {"GROUP": 4, "SPLITS": 32}
+        todo += [
+            (kernel, Tile(64, 64, 4, 3), flags, "bf16", generation) for kernel in (decoding._part, decoding._together)
+        ]
     flags = {**CABLE, **PLAIN, "D": 64, "BD": 64, "PRECISION": "tf32", "BM": 64, "BN": 64}
     flags |= {
         "SUMS": True,

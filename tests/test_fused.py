@@ -405,3 +405,58 @@ def test_the_search_for_tiles_calls_the_kernels_as_they_are(monkeypatch):
     problem = search.Problem(Shape(1, 1, 64, 16), "cable")
     for kernel in ("forward", "keys", "queries"):
         problem.call(kernel, Tile(32, 32, 4, 1))
+
+
+@given(st.data())
+@settings(max_examples=25, deadline=None)
+def test_a_few_queries_against_a_cache_equal_the_reference(data):
+    """Any place of the queries, known to the host or to the device only; keys beyond it are not there yet."""
+    pick = lambda *values: data.draw(st.sampled_from(values))  # noqa: E731
+    batch, key_heads, group, queries, dim = pick(1, 2), pick(1, 2), pick(1, 3), pick(1, 2, 5), pick(16, 24)
+    keys, kind = data.draw(st.integers(queries + 1, 200)), pick(None, "cable", "cable-log", "alibi")
+    start = data.draw(st.integers(0, keys - queries))
+    q, k, v = make_inputs(batch, key_heads * group, key_heads, queries, keys, dim)
+    bias = None
+    if kind is not None:
+        heads = 1 if kind == "alibi" else key_heads * group
+        c = torch.rand(1 if kind == "alibi" else batch, heads, keys).double().cumsum(-1)
+        g = torch.rand(1, key_heads * group, 1) if kind == "alibi" else torch.rand(batch, heads, queries)
+        bias = PotentialBias(c, g, "log" if kind == "cable-log" else None)
+    options = {"window": pick(None, 7), "key_mask": pick(None, torch.rand(batch, keys) > 0.3)}
+    options["document_ids"] = pick(None, (torch.arange(keys) // 40).expand(batch, -1))
+    place = pick(start, torch.tensor(start))
+    with torch.no_grad():
+        wanted = attention(q, k, v, bias, query_start=start, backend="reference", **options)
+        got = attention(q, k, v, bias, query_start=place, backend="triton", **options)
+    torch.testing.assert_close(got, wanted, atol=2e-5, rtol=0)
+
+
+def test_decoding_is_accurate_far_into_a_text():
+    q, k, v = make_inputs(1, 1, 1, 1, 300, 16)
+    c = torch.rand(1, 1, 300).double().cumsum(-1) + 1e6
+    with torch.no_grad():
+        far, near = (attention(q, k, v, PotentialBias(x), backend="triton") for x in (c, c - 1e6))
+    torch.testing.assert_close(far, near, atol=1e-5, rtol=0)
+
+
+def test_the_decoding_operator_has_a_true_shape():
+    q, k, v = make_inputs(2, 4, 2, 1, 70, 16)
+    c = torch.rand(2, 4, 70).double().cumsum(-1)
+    operands = (q, k, v, c, torch.rand(2, 4, 1), torch.tensor(60), None, None, 0.25, 0, 0)
+    torch.library.opcheck(fused.decode, operands, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_model_decodes_on_the_kernel_what_the_reference_says(cache):
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
+    model = stir(CableGPTForCausalLM(small_gpt("cable", **sizes))).eval()
+    text = torch.randint(1, 97, (2, 9))
+    mask = torch.ones_like(text)
+    mask[0, :3] = 0
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    options |= {"cache_implementation": cache, "disable_compile": True, "attention_mask": mask}
+    said = []
+    for backend in ("reference", "triton"):
+        model.config.attention_backend = backend
+        said.append(model.generate(text, **options))
+    assert torch.equal(*said)

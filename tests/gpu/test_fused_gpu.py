@@ -184,3 +184,16 @@ def test_training_in_bfloat16_keeps_steps_and_gains_exact(length):
     for index, (one, other) in enumerate(zip(got, exact)):
         precision = 2**-8 if index == 2 else 1e-5  # the gradient of x is as exact as x
         torch.testing.assert_close(one.double(), other, rtol=0, atol=precision * float(other.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("queries", "keys", "dim"), [(1, 5000, 64), (4, 1000, 128), (1, 70, 256), (16, 300, 40)])
+def test_a_few_queries_against_a_cache(queries, keys, dim, dtype):
+    q, k, v, c, g = (t.detach() for t in leaves(queries, keys, dim, dtype))
+    for kernel in (None, "log"):
+        bias = PotentialBias(c, g, kernel)
+        for start in (keys - queries, torch.tensor(keys // 2, device="cuda")):
+            exact = attention(q.double(), k.double(), v.double(), bias, query_start=start, backend="reference")
+            with torch.no_grad():
+                got = attention(q, k, v, bias, query_start=start, backend="triton")
+            torch.testing.assert_close(got.double(), exact, atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=0)

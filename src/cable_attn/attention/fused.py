@@ -15,6 +15,7 @@ from cable_attn.attention.call import BLOCK_ELEMENTS, Call
 from cable_attn.attention.tiles import INTERPRETED, USES_COLUMNS, Tile, Tiles, generation, tiles_for
 from cable_attn.bias import Bias, FunctionBias, PotentialBias, ToeplitzBias
 from cable_attn.devices import current
+from cable_attn.layout import Layout
 
 NAME = "triton"
 INSTALLED = importlib.util.find_spec("triton") is not None
@@ -30,6 +31,8 @@ SPLIT = 128
 """How many keys share a base of the potential: a multiple of every tile."""
 BOUND_ROWS = 64
 """How many rows share a pair of pruning bounds."""
+DECODED_ROWS = 64
+"""How many queries of one key head the kernel for decoding takes: those of all query heads that share it."""
 
 
 def refuses(call: Call) -> str | None:
@@ -56,8 +59,11 @@ def refuses(call: Call) -> str | None:
         return "the fused kernels have no attention dropout"
     if call.prune and q.dtype == torch.float32 and q.shape[-1] > 128:
         return "pruning in float32 takes head dimensions up to 128: the bounds need more shared memory than GPUs have"
-    if isinstance(call.layout.query_start, Tensor):
-        return "the queries' place is known only on the device (a static cache)"
+    if isinstance(call.layout.query_start, Tensor) and not _is_decoding(call):
+        return (
+            "the queries' place is known only on the device (a static cache), and they are too many for the kernel "
+            f"that takes that (more than {DECODED_ROWS} for a key head), or the call wants gradients"
+        )
     if isinstance(call.bias, FunctionBias):
         first = torch.zeros(1, dtype=torch.long, device=q.device)
         if call.bias.rows(first, first, call.layout.query_start).shape[0] > 1:
@@ -82,7 +88,70 @@ def interpreting() -> bool:
 
 
 def run(call: Call) -> Tensor:
-    return _fused(call)[0]
+    return _decode(call) if _is_decoding(call) else _fused(call)[0]
+
+
+def _is_decoding(call: Call) -> bool:
+    """Few queries against keys that were there before, without gradients."""
+    few = call.q.shape[2] * call.groups <= DECODED_ROWS and not call.layout.is_square
+    plain = call.layout.causal and not call.prune and (call.bias is None or isinstance(call.bias, PotentialBias))
+    return few and plain and not torch.is_grad_enabled()
+
+
+def _decode(call: Call) -> Tensor:
+    batch, heads, queries, _ = call.q.shape
+    layout, bias = call.layout, call.bias
+    c = g = None
+    kernel = 0
+    if isinstance(bias, PotentialBias):
+        c, g, kernel = bias.c.expand(batch, heads, -1), _gain(bias, batch, heads, queries), KERNELS[bias.kernel]
+    start = layout.query_start
+    if not isinstance(start, Tensor):
+        start = torch.full((), start, dtype=torch.int64, device=call.q.device)
+    key_mask, document_ids = _masks(layout)
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (call.q, call.k, call.v))
+    return decode(q, k, v, c, g, start, key_mask, document_ids, call.scale, layout.window or 0, kernel)
+
+
+def _gain(bias: PotentialBias, batch: int, heads: int, queries: int) -> Tensor | None:
+    return None if bias.g is None else bias.g.float().expand(batch, heads, queries).contiguous()
+
+
+def _masks(layout: Layout) -> tuple[Tensor | None, Tensor | None]:
+    """As the kernels read them."""
+    key_mask, document_ids = layout.key_mask, layout.document_ids
+    if key_mask is not None:
+        key_mask = key_mask.contiguous()
+    if document_ids is not None:
+        document_ids = document_ids.to(torch.int32).contiguous()
+    return key_mask, document_ids
+
+
+@torch.library.custom_op("cable_attn::decode", mutates_args=())
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    c: Tensor | None,
+    g: Tensor | None,
+    start: Tensor,
+    key_mask: Tensor | None,
+    document_ids: Tensor | None,
+    scale: float,
+    window: int,
+    kernel: int,
+) -> Tensor:
+    """See :mod:`cable_attn.attention.decoding`."""
+    from cable_attn.attention import decoding
+
+    with current(q.device):
+        return decoding.attend(q, k, v, c, g, start, key_mask, document_ids, scale, window, kernel)
+
+
+@decode.register_fake
+def _(q, *rest):  # type: ignore[no-untyped-def]
+    batch, heads, queries, dim = q.shape
+    return q.new_empty(batch, queries, heads, dim).transpose(1, 2)
 
 
 def log_sum_exp(call: Call) -> Tensor:
@@ -111,15 +180,11 @@ def _fused(call: Call) -> tuple[Tensor, ...]:
     kernel = 0
     if isinstance(bias, PotentialBias):
         c = bias.c.expand(batch, heads, -1)
-        g = None if bias.g is None else bias.g.float().expand(batch, heads, queries).contiguous()
+        g = _gain(bias, batch, heads, queries)
         kernel = KERNELS[bias.kernel]
     elif bias is not None:
         c, kernel = _table(bias, call)
-    key_mask, document_ids = layout.key_mask, layout.document_ids
-    if key_mask is not None:
-        key_mask = key_mask.contiguous()
-    if document_ids is not None:
-        document_ids = document_ids.to(torch.int32).contiguous()
+    key_mask, document_ids = _masks(layout)
     together = call.together is not None and call.together.stride(-1) == 1
     tensors: tuple[Tensor | None, ...] = (call.together, None, None)
     if not together:
