@@ -291,15 +291,15 @@ def test_sharded_checkpoints_load_at_another_world_size(tmp_path):
     assert all(torch.equal(found[key], value + 1) for key, value in expected.items())
 
 
-def test_the_training_benchmark_measures_every_encoding(tmp_path):
+def test_the_training_benchmark_measures_a_cell(tmp_path):
     small = [TINY[0], "length=16", "micro_batch=2", "tokens_per_update=32", "vocab_size=2048", "workers=0"]
     settings = [part for setting in small for part in ("--set", setting)]
     results = tmp_path / "training.jsonl"
-    arguments = ["bench", "train", "--sizes", "tiny", "--encodings", "rope,cable", "--steps", "20"]
+    arguments = ["bench", "train", "--sizes", "tiny", "--encodings", "cable", "--steps", "20"]
     result = CliRunner().invoke(app, [*arguments, *settings, "--results", str(results)])
     assert result.exit_code == 0, result.output
     rows = records.read(results)
-    assert [row["encoding"] for row in rows] == ["rope", "cable"] and all(row["tokens_per_second"] > 0 for row in rows)
+    assert [row["encoding"] for row in rows] == ["cable"] and rows[0]["tokens_per_second"] > 0
     assert "| cable |" in records.training_markdown(rows)
 
 

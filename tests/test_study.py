@@ -62,18 +62,23 @@ def measured(out: Path) -> dict[str, list]:
     return found
 
 
-@pytest.mark.parametrize("moment", ["alibi-0/checkpoints/checkpoint-2", "cable-0/config.json"])
-def test_a_killed_study_goes_on_and_ends_the_same(file, tmp_path, moment):
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    done = subprocess.run(command("run", file, "--out", whole), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    process = subprocess.Popen(command("run", file, "--out", cut), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def kill_at(moment: Path, arguments: list[str]) -> None:
+    process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
-    while not (cut / moment).exists() and time.monotonic() < deadline and process.poll() is None:
+    while not moment.exists() and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert not (cut / "alibi-0" / "evaluation.json").exists()
+
+
+def test_a_study_killed_twice_goes_on_and_ends_the_same(file, tmp_path):
+    """While a cell is read, and while the next one saves a checkpoint."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    done = subprocess.run(command("run", file, "--out", whole), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for moment in ("cable-0/config.json", "alibi-0/checkpoints/checkpoint-2"):
+        kill_at(cut / moment, command("run", file, "--out", cut))
+        assert (cut / moment).exists() and not (cut / "alibi-0" / "evaluation.json").exists()
     done = subprocess.run(command("run", file, "--out", cut), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert measured(cut) == measured(whole) and len(measured(cut)) == 2
