@@ -419,7 +419,11 @@ def test_what_a_figure_shows_is_what_the_encoding_adds(encoding, tokenizer, tmp_
 
 def test_plots_are_written_in_every_form(runs, text, tmp_path):
     starts = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
+    row = {"bench": "training", "size": "tiny", "commit": "abc", "peak_mib": 2048}
+    rows = [{**row, "encoding": name, "tokens_per_second": 1e6 / n} for n, name in enumerate(("rope", "cable"), 1)]
+    (tmp_path / "training.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name, arguments in {
+        "training": ["training", "--results", tmp_path / "training.jsonl"],
         "bias": ["bias", runs["bert cable"], "--text", text, "--layer", "0", "--tokens", "32"],
         "compare": ["compare", runs["cable"], runs["alibi"], "--text", text, "--head", "1", "--tokens", "32"],
         "diagram": ["diagram"],
@@ -428,7 +432,9 @@ def test_plots_are_written_in_every_form(runs, text, tmp_path):
         assert code == 0, told
         for ending, start in starts.items():
             assert (tmp_path / "new" / f"{name}.{ending}").read_bytes().startswith(start)
-    assert len(list((tmp_path / "new").iterdir())) == 9
+    assert len(list((tmp_path / "new").iterdir())) == 12
+    bars = (tmp_path / "new" / "training.svg").read_text()
+    assert all(told in bars for told in ("rope", "cable", "seconds for a million tokens"))
 
 
 @pytest.fixture
