@@ -14,7 +14,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from cable_attn.attention import backward, decoding, kernels, pruning
+from cable_attn.attention import backward, decode_kernels, kernels, pruning
 from cable_attn.attention.tiles import HALF, LOG_KERNEL, SINGLE, Tile, tiles_for
 from cable_attn.encodings import head_kernels
 
@@ -105,9 +105,8 @@ def jobs(generation: int) -> list[tuple]:
     for dim in (64, 128, 256) if generation < 100 else (128,):
         flags = {**CABLE, **PLAIN, "PADDED": True, "D": dim, "BD": dim, "PRECISION": "tf32", "BM": 64, "BN": 64}
         flags |= {"GROUP": 4, "SPLITS": 32}
-        todo += [
-            (kernel, Tile(64, 64, 4, 3), flags, "bf16", generation) for kernel in (decoding._part, decoding._together)
-        ]
+        for kernel in (decode_kernels.part, decode_kernels.together):
+            todo.append((kernel, Tile(64, 64, 4, 3), flags, "bf16", generation))
     flags = {**CABLE, **PLAIN, "D": 64, "BD": 64, "PRECISION": "tf32", "BM": 64, "BN": 64}
     flags |= {
         "SUMS": True,

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cable_attn import CableError, CableGPTForCausalLM, PotentialBias, attention
-from cable_attn.attention import fused, make_call, pruning
+from cable_attn.attention import decoding, fused, make_call, pruning
 from cable_attn.attention.reference import weights
 from cable_attn.attention.tiles import Tile, Tiles
 from cable_attn.bias import Bias, FunctionBias, ToeplitzBias
@@ -443,7 +443,7 @@ def test_the_decoding_operator_has_a_true_shape():
     q, k, v = make_inputs(2, 4, 2, 1, 70, 16)
     c = torch.rand(2, 4, 70).double().cumsum(-1)
     operands = (q, k, v, c, torch.rand(2, 4, 1), torch.tensor(60), None, None, 0.25, 0, 0)
-    torch.library.opcheck(fused.decode, operands, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(decoding.decode, operands, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])

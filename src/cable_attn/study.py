@@ -161,7 +161,7 @@ def from_tree(name: str, tree: dict[str, Any], overrides: list[str]) -> Study:
     own = [f.name for f in fields(Study) if f.name not in ("name", "variants", *parts)]
     _require_keys("study", tree, own)
     _require_keys("reading", parts["reading"], [f.name for f in fields(Reading)])
-    _require_keys("retrieval", parts["retrieval"] or {}, [f.name for f in fields(Retrieval)])
+    _require_keys("retrieval", parts["retrieval"] or {}, [f.name for f in fields(Retrieval) if f.name != "seed"])
     retrieval = None if parts["retrieval"] is None else Retrieval(**parts["retrieval"])
     missing = [key for key in ("recipe", "lengths") if key not in tree] + ([] if variants else ["encodings"])
     if missing:

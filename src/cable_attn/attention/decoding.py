@@ -6,21 +6,42 @@ place that only the device knows (a static cache), so that a captured graph serv
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from cable_attn.attention.kernels import LOG2E, LOG_KERNEL, _visible
+from cable_attn.attention.call import Call
+from cable_attn.attention.operands import masks, potential, rows_of_numbers
+from cable_attn.bias import PotentialBias
+from cable_attn.devices import current
 
+ROWS = 64
+"""How many queries of one key head the kernel takes: those of all query heads that share it."""
 KEY_BLOCK = 64
 MOST_SPLITS = 128
+LOG2E = math.log2(math.e)
 
 
-def attend(
+def serves(call: Call) -> bool:
+    """Few queries against keys that were there before, without gradients."""
+    few = call.q.shape[2] * call.groups <= ROWS and not call.layout.is_square
+    plain = call.layout.causal and not call.prune and (call.bias is None or isinstance(call.bias, PotentialBias))
+    return few and plain and not torch.is_grad_enabled()
+
+
+def run(call: Call) -> Tensor:
+    c, g, kernel = potential(call)
+    layout = call.layout
+    assert isinstance(layout.query_start, Tensor)
+    tensors = rows_of_numbers(call.q, call.k, call.v)
+    return decode(*tensors, c, g, layout.query_start, *masks(layout), call.scale, layout.window or 0, kernel)
+
+
+@torch.library.custom_op("cable_attn::decode", mutates_args=())
+def decode(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -34,36 +55,49 @@ def attend(
     kernel: int,
 ) -> Tensor:
     """Causal attention of q [B, H, Tq, D]; the first query stands at key ``start``, an integer on the device."""
+    from cable_attn.attention import decode_kernels
+
     batch, heads, queries, dim = q.shape
     key_heads, keys = k.shape[1], k.shape[2]
     group = heads // key_heads
     splits = _splits(batch * key_heads, keys, q.device)
-    rows = max(16, triton.next_power_of_2(group * queries))
+    rows = max(16, _power_of_2(group * queries))
     wide: dict[str, Any] = {"device": q.device, "dtype": torch.float32}
     parts = torch.empty(batch * key_heads, splits, rows, dim, **wide)
     tops, norms = torch.empty(2, batch * key_heads, splits, rows, **wide)
     out = torch.empty(batch, queries, heads, dim, device=q.device, dtype=q.dtype).transpose(1, 2)
-    width = max(16, triton.next_power_of_2(dim))
+    width = max(16, _power_of_2(dim))
     # A pointer that is never read stands in for what is absent.
-    _part[(splits, batch * key_heads)](
-        q, k, v, q if c is None else c, q if g is None else g, start, q if key_mask is None else key_mask,
-        q if document_ids is None else document_ids, parts, tops, norms, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        *((0, 0, 0) if c is None else c.stride()), key_heads, queries, keys, window, scale * float(LOG2E.value),
-        GROUP=group, D=dim, BD=width, BM=rows, BN=KEY_BLOCK, POTENTIAL=c is not None, GAIN=g is not None, KERNEL=kernel,
-        WINDOW=window > 0, PADDED=key_mask is not None, PACKED=document_ids is not None,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4, num_stages=3,
-    )  # fmt: skip
-    _together[(batch * key_heads, group * queries)](
-        parts, tops, norms, out, *out.stride()[:3], key_heads, queries, splits, GROUP=group, D=dim, BD=width, BM=rows,
-        SPLITS=triton.next_power_of_2(splits), num_warps=4,
-    )  # fmt: skip
+    with current(q.device):
+        decode_kernels.part[(splits, batch * key_heads)](
+            q, k, v, q if c is None else c, q if g is None else g, start, q if key_mask is None else key_mask,
+            q if document_ids is None else document_ids, parts, tops, norms, *q.stride()[:3], *k.stride()[:3],
+            *v.stride()[:3], *((0, 0, 0) if c is None else c.stride()), key_heads, queries, keys, window, scale * LOG2E,
+            GROUP=group, D=dim, BD=width, BM=rows, BN=KEY_BLOCK, POTENTIAL=c is not None, GAIN=g is not None,
+            KERNEL=kernel, WINDOW=window > 0, PADDED=key_mask is not None, PACKED=document_ids is not None,
+            PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4, num_stages=3,
+        )  # fmt: skip
+        decode_kernels.together[(batch * key_heads, group * queries)](
+            parts, tops, norms, out, *out.stride()[:3], key_heads, queries, splits, GROUP=group, D=dim, BD=width,
+            BM=rows, SPLITS=_power_of_2(splits), num_warps=4,
+        )  # fmt: skip
     return out
+
+
+@decode.register_fake
+def _(q, *rest):  # type: ignore[no-untyped-def]
+    batch, heads, queries, dim = q.shape
+    return q.new_empty(batch, queries, heads, dim).transpose(1, 2)
 
 
 def _splits(programs: int, keys: int, device: torch.device) -> int:
     """Enough to keep the whole GPU reading, and no more than there are blocks of keys."""
-    wanted = triton.cdiv(2 * _processors(device), programs)
-    return max(1, min(wanted, triton.cdiv(keys, KEY_BLOCK), MOST_SPLITS))
+    wanted = math.ceil(2 * _processors(device) / programs)
+    return max(1, min(wanted, math.ceil(keys / KEY_BLOCK), MOST_SPLITS))
+
+
+def _power_of_2(number: int) -> int:
+    return 1 << (number - 1).bit_length()
 
 
 @cache
@@ -72,94 +106,3 @@ def _processors(device: torch.device) -> int:
         return 3  # the interpreter
     properties: Any = torch.cuda.get_device_properties(device)
     return int(properties.multi_processor_count)
-
-
-@triton.jit
-def _part(Q, K, V, C, G, START, KMASK, DOCS, PARTS, TOPS, NORMS, sqb, sqh, sqt, skb, skh, skt, svb, svh, svt, scb, sch, sct,
-          key_heads, Tq, Tk, window, scale2, GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
-          BN: tl.constexpr, POTENTIAL: tl.constexpr, GAIN: tl.constexpr, KERNEL: tl.constexpr, WINDOW: tl.constexpr,
-          PADDED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """All queries that share a key head, over one part of its keys. Row r is query r % Tq of head r // Tq of the group."""
-    part = tl.program_id(0)
-    bk = tl.program_id(1)
-    b = (bk // key_heads).to(tl.int64)
-    hk = (bk % key_heads).to(tl.int64)
-    r = tl.arange(0, BM)
-    row = r < GROUP * Tq
-    head = hk * GROUP + r // Tq
-    i = r % Tq
-    start = tl.load(START).to(tl.int32)
-    at = start + i
-    on = tl.arange(0, BN)
-    od = tl.arange(0, BD)
-    q = tl.load(Q + b * sqb + head[:, None] * sqh + i[:, None] * sqt + od[None, :],
-                mask=row[:, None] & (od[None, :] < D), other=0.0)  # fmt: skip
-    K += b * skb + hk * skh
-    V += b * svb + hk * svh
-    KMASK += b * Tk
-    DOCS += b * Tk
-    C += b * scb
-    g = tl.full([BM], 1.0, tl.float32)
-    ci = tl.zeros([BM], tl.float64)
-    if POTENTIAL:
-        ci = tl.load(C + head * sch + at * sct, mask=row & (at < Tk), other=0.0).to(tl.float64)
-        if GAIN:
-            g = tl.load(G + (b * key_heads * GROUP + head) * Tq + i, mask=row, other=0.0)
-
-    end = tl.minimum(start + Tq, Tk)
-    size = tl.cdiv(tl.cdiv(end, BN), tl.num_programs(0)) * BN
-    lo = part * size
-    if WINDOW:  # what no query sees is not read
-        lo = tl.maximum(lo, tl.maximum(start - window + 1, 0) // BN * BN)
-    hi = tl.minimum(part * size + size, end)
-    m = tl.full([BM], float("-inf"), tl.float32)
-    norm = tl.zeros([BM], tl.float32)
-    acc = tl.zeros([BM, BD], tl.float32)
-    for n in range(lo, hi, BN):
-        j = n + on
-        j64 = j.to(tl.int64)
-        k = tl.load(K + j64[None, :] * skt + od[:, None], mask=(j[None, :] < end) & (od[:, None] < D), other=0.0)
-        x = tl.dot(q, k, input_precision=PRECISION) * scale2
-        if POTENTIAL:
-            there = row[:, None] & (j[None, :] < end)
-            cj = tl.load(C + head[:, None] * sch + j64[None, :] * sct, mask=there, other=0.0).to(tl.float64)
-            bias = g[:, None] * (ci[:, None] - cj).to(tl.float32)
-            if KERNEL == LOG_KERNEL:
-                x -= tl.log2(1.0 + bias * bias)
-            else:
-                x -= bias * LOG2E
-        seen = row[:, None] & _visible(at[:, None], j[None, :], KMASK, DOCS, Tk, window, True, WINDOW, PADDED, PACKED)
-        x = tl.where(seen, x, float("-inf"))
-        top = tl.maximum(m, tl.max(x, 1))
-        safe = tl.where(top == float("-inf"), 0.0, top)
-        weight = tl.exp2(x - safe[:, None])
-        less = tl.exp2(m - safe)
-        norm = norm * less + tl.sum(weight, 1)
-        v = tl.load(V + j64[:, None] * svt + od[None, :], mask=(j[:, None] < end) & (od[None, :] < D), other=0.0)
-        acc = tl.dot(weight.to(v.dtype), v, acc * less[:, None], input_precision=PRECISION)
-        m = top
-    place = (bk * tl.num_programs(0) + part).to(tl.int64) * BM + r
-    tl.store(PARTS + place[:, None] * D + od[None, :], acc, mask=row[:, None] & (od[None, :] < D))
-    tl.store(TOPS + place, m, mask=row)
-    tl.store(NORMS + place, norm, mask=row)
-
-
-@triton.jit
-def _together(PARTS, TOPS, NORMS, O, sob, soh, sot, key_heads, Tq, splits, GROUP: tl.constexpr, D: tl.constexpr,
-              BD: tl.constexpr, BM: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
-    """One query of one head from its parts; a query that sees nothing gives zeros."""
-    bk = tl.program_id(0)
-    r = tl.program_id(1)
-    head = (bk % key_heads).to(tl.int64) * GROUP + r // Tq
-    part = tl.arange(0, SPLITS)
-    od = tl.arange(0, BD)
-    place = (bk.to(tl.int64) * splits + part) * BM + r
-    m = tl.load(TOPS + place, mask=part < splits, other=float("-inf"))
-    top = tl.max(m, 0)
-    weight = tl.exp2(m - tl.where(top == float("-inf"), 0.0, top))
-    norm = tl.sum(weight * tl.load(NORMS + place, mask=part < splits, other=0.0), 0)
-    there = (part[:, None] < splits) & (od[None, :] < D)
-    parts = tl.load(PARTS + place[:, None] * D + od[None, :], mask=there, other=0.0)
-    out = tl.sum(parts * weight[:, None], 0) / tl.where(norm > 0.0, norm, 1.0)
-    where = O + (bk // key_heads).to(tl.int64) * sob + head * soh + (r % Tq) * sot + od
-    tl.store(where, out.to(O.dtype.element_ty), mask=od < D)

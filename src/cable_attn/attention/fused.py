@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cable_attn.attention import decoding
 from cable_attn.attention.call import BLOCK_ELEMENTS, Call
+from cable_attn.attention.operands import masks, potential, rows_of_numbers
 from cable_attn.attention.tiles import INTERPRETED, USES_COLUMNS, Tile, Tiles, generation, tiles_for
 from cable_attn.bias import Bias, FunctionBias, PotentialBias, ToeplitzBias
 from cable_attn.devices import current
-from cable_attn.layout import Layout
 
 NAME = "triton"
 INSTALLED = importlib.util.find_spec("triton") is not None
-KERNELS = {None: 0, "log": 1}
 TOEPLITZ, DENSE = 2, 3
 """A table in place of a potential: what the kernels' KERNEL says then."""
 LARGEST_HEAD = 256
@@ -31,8 +31,6 @@ SPLIT = 128
 """How many keys share a base of the potential: a multiple of every tile."""
 BOUND_ROWS = 64
 """How many rows share a pair of pruning bounds."""
-DECODED_ROWS = 64
-"""How many queries of one key head the kernel for decoding takes: those of all query heads that share it."""
 
 
 def refuses(call: Call) -> str | None:
@@ -59,10 +57,10 @@ def refuses(call: Call) -> str | None:
         return "the fused kernels have no attention dropout"
     if call.prune and q.dtype == torch.float32 and q.shape[-1] > 128:
         return "pruning in float32 takes head dimensions up to 128: the bounds need more shared memory than GPUs have"
-    if isinstance(call.layout.query_start, Tensor) and not _is_decoding(call):
+    if isinstance(call.layout.query_start, Tensor) and not decoding.serves(call):
         return (
             "the queries' place is known only on the device (a static cache), and they are too many for the kernel "
-            f"that takes that (more than {DECODED_ROWS} for a key head), or the call wants gradients"
+            f"that takes that (more than {decoding.ROWS} for a key head), or the call wants gradients"
         )
     if isinstance(call.bias, FunctionBias):
         first = torch.zeros(1, dtype=torch.long, device=q.device)
@@ -78,6 +76,8 @@ def defers(call: Call) -> str | None:
     if call.q.device.type != "cuda":
         return "the interpreter is for tests"
     layout = call.layout
+    if isinstance(layout.query_start, Tensor):
+        return "the kernel for a static cache has not been measured on a GPU yet"
     if call.bias is None and layout.key_mask is None and layout.document_ids is None and layout.window is None:
         return "without a bias or a mask there is nothing to fuse"
     return None
@@ -88,70 +88,7 @@ def interpreting() -> bool:
 
 
 def run(call: Call) -> Tensor:
-    return _decode(call) if _is_decoding(call) else _fused(call)[0]
-
-
-def _is_decoding(call: Call) -> bool:
-    """Few queries against keys that were there before, without gradients."""
-    few = call.q.shape[2] * call.groups <= DECODED_ROWS and not call.layout.is_square
-    plain = call.layout.causal and not call.prune and (call.bias is None or isinstance(call.bias, PotentialBias))
-    return few and plain and not torch.is_grad_enabled()
-
-
-def _decode(call: Call) -> Tensor:
-    batch, heads, queries, _ = call.q.shape
-    layout, bias = call.layout, call.bias
-    c = g = None
-    kernel = 0
-    if isinstance(bias, PotentialBias):
-        c, g, kernel = bias.c.expand(batch, heads, -1), _gain(bias, batch, heads, queries), KERNELS[bias.kernel]
-    start = layout.query_start
-    if not isinstance(start, Tensor):
-        start = torch.full((), start, dtype=torch.int64, device=call.q.device)
-    key_mask, document_ids = _masks(layout)
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (call.q, call.k, call.v))
-    return decode(q, k, v, c, g, start, key_mask, document_ids, call.scale, layout.window or 0, kernel)
-
-
-def _gain(bias: PotentialBias, batch: int, heads: int, queries: int) -> Tensor | None:
-    return None if bias.g is None else bias.g.float().expand(batch, heads, queries).contiguous()
-
-
-def _masks(layout: Layout) -> tuple[Tensor | None, Tensor | None]:
-    """As the kernels read them."""
-    key_mask, document_ids = layout.key_mask, layout.document_ids
-    if key_mask is not None:
-        key_mask = key_mask.contiguous()
-    if document_ids is not None:
-        document_ids = document_ids.to(torch.int32).contiguous()
-    return key_mask, document_ids
-
-
-@torch.library.custom_op("cable_attn::decode", mutates_args=())
-def decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    c: Tensor | None,
-    g: Tensor | None,
-    start: Tensor,
-    key_mask: Tensor | None,
-    document_ids: Tensor | None,
-    scale: float,
-    window: int,
-    kernel: int,
-) -> Tensor:
-    """See :mod:`cable_attn.attention.decoding`."""
-    from cable_attn.attention import decoding
-
-    with current(q.device):
-        return decoding.attend(q, k, v, c, g, start, key_mask, document_ids, scale, window, kernel)
-
-
-@decode.register_fake
-def _(q, *rest):  # type: ignore[no-untyped-def]
-    batch, heads, queries, dim = q.shape
-    return q.new_empty(batch, queries, heads, dim).transpose(1, 2)
+    return decoding.run(call) if isinstance(call.layout.query_start, Tensor) else _fused(call)[0]
 
 
 def log_sum_exp(call: Call) -> Tensor:
@@ -174,25 +111,16 @@ def kept_share(call: Call) -> Tensor:
 
 def _fused(call: Call) -> tuple[Tensor, ...]:
     """out, log-sum-exp in base 2, the split potential, and the live keys of each block of rows."""
-    batch, heads, queries, _ = call.q.shape
-    layout, bias = call.layout, call.bias
-    c = g = None
-    kernel = 0
-    if isinstance(bias, PotentialBias):
-        c = bias.c.expand(batch, heads, -1)
-        g = _gain(bias, batch, heads, queries)
-        kernel = KERNELS[bias.kernel]
-    elif bias is not None:
-        c, kernel = _table(bias, call)
-    key_mask, document_ids = _masks(layout)
+    heads, layout = call.q.shape[1], call.layout
+    c, g, kernel = potential(call)
+    if call.bias is not None and c is None:
+        c, kernel = _table(call.bias, call)
     together = call.together is not None and call.together.stride(-1) == 1
-    tensors: tuple[Tensor | None, ...] = (call.together, None, None)
-    if not together:
-        tensors = tuple(x if x.stride(-1) == 1 else x.contiguous() for x in (call.q, call.k, call.v))
+    tensors = (call.together, None, None) if together else rows_of_numbers(call.q, call.k, call.v)
     numbers = (call.scale, layout.causal, layout.query_start, layout.window or 0, kernel, call.prune or 0.0)
     # The operator is what torch.compile sees; in eager mode its dispatch would cost more than a short text's kernels.
     serve = torch.ops.cable_attn.fused if torch.compiler.is_compiling() else _Fused.apply
-    return serve(*tensors, c, g, key_mask, document_ids, *numbers, heads if together else 0)
+    return serve(*tensors, c, g, *masks(layout), *numbers, heads if together else 0)
 
 
 def _table(bias: Bias, call: Call) -> tuple[Tensor, int]:

@@ -45,7 +45,7 @@ def main() -> None:
         Console(stderr=True).print(f"[bold red]Error:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
         sys.exit(2)
     except KeyboardInterrupt:
-        Console(stderr=True).print("Interrupted. The same command goes on from here.")
+        Console(stderr=True).print("Interrupted. What can be resumed goes on with the same command.")
         sys.exit(130)
 
 

@@ -23,25 +23,19 @@ Watcher = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
-class Retrieval:
-    """What a study's encoders are fine-tuned on, and where they search."""
+class Retrieval(training.Settings):
+    """What a study's encoders are fine-tuned on and how, and where they search. The seed is the cell's."""
 
     triplets: str = ""
     """``msmarco``, or a JSONL file."""
     collections: list[str] = field(default_factory=list)
     limit: int = 0
     """Only the first so many triplets; 0: all."""
-    batch_size: int = 128
-    learning_rate: float = 8e-5
-    epochs: float = 1.0
-    max_length: int = 512
-    negatives: int = 1
-    cached_batch: int = 0
     batch_tokens: int = 65536
 
     def settings(self, seed: int) -> training.Settings:
         own = {key: value for key, value in asdict(self).items() if key in training.Settings.__dataclass_fields__}
-        return training.Settings(**own, seed=seed)
+        return training.Settings(**{**own, "seed": seed})
 
 
 def check(retrieval: Retrieval) -> None:
