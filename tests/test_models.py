@@ -269,6 +269,8 @@ def test_outputs_that_people_ask_for():
     assert torch.allclose(out.attentions[0].sum(-1), torch.ones(2, 4, 7))
     assert torch.equal(model.lm_head(out.hidden_states[-1]), out.logits)
     assert model(TEXT, logits_to_keep=2).logits.shape == (2, 2, 97)
+    alone = model(TEXT, labels=TEXT, loss_only=True)
+    assert alone.logits is None and torch.equal(alone.loss, model(TEXT, labels=TEXT).loss)
     assert isinstance(model(TEXT, return_dict=False), tuple)
     embedded = model(inputs_embeds=model.transformer.wte(TEXT)).logits
     assert torch.equal(embedded, out.logits)

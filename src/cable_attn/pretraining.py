@@ -301,6 +301,10 @@ class _PretrainTrainer(DecayingTrainer):
         found: Any = train_dataset if train_dataset is not None else self.train_dataset
         return SequentialSampler(found)
 
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        # In low precision accelerate makes fp32 copies of all outputs, and the logits are gigabytes.
+        return super().compute_loss(model, {**inputs, "loss_only": True}, *args, **kwargs)
+
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)
         # Noted on the device and looked at when the host waits anyway.

@@ -1,17 +1,21 @@
 """``cable bench train``: tokens per second, use of the GPU and peak memory of every encoding, through ``cable train``.
 
 Each cell is a process of its own, so that no cell pays for another's memory or compiled code. The first half of the
-updates warms up; the median rate of the log lines of the second half counts.
+updates warms up; the median rate of the log lines after it counts. Several cells may start and compile at the same time
+(``jobs``): the one whose turn it is to be measured has the machine for itself, the others are stopped meanwhile.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +26,6 @@ from cable_attn import recipe as recipes
 from cable_attn.data.shards import Request, prepare
 from cable_attn.data.sources import open_source
 from cable_attn.data.tokenizers import find_tokenizer
-from cable_attn.errors import CableError
 from cable_attn.pretraining import make_config, plan
 
 ENCODINGS = ("rope", "cable", "cable-nw", "alibi", "kerple-log", "t5", "fire", "learnable", "sinusoidal")
@@ -32,47 +35,132 @@ PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 """bf16 operations per second, dense."""
 
 
-def run(sizes: list[str], encodings: list[str], steps: int, overrides: list[str]) -> Iterator[dict[str, Any]]:
+LOG_EVERY = 5
+
+
+def run(
+    sizes: list[str], encodings: list[str], steps: int, overrides: list[str], jobs: int
+) -> Iterator[dict[str, Any]]:
     """A row for each size and encoding; a cell that fails gives a row that says why."""
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data"
         streams = open_source("embedded")
         prepare(data, Request("embedded", "bpe:2048"), streams, find_tokenizer("bpe:2048", streams["train"](0)))
-        for size in sizes:
-            for encoding in encodings:
-                yield _cell(size, encoding, [f"path={data}", f"steps={steps}", *overrides], Path(folder))
+        settings = [f"path={data}", f"steps={steps}", *overrides]
+        cells = [_Cell(size, encoding, settings, Path(folder)) for size in sizes for encoding in encodings]
+        yield from _in_turn(cells, jobs)
 
 
-def _cell(size: str, encoding: str, settings: list[str], folder: Path) -> dict[str, Any]:
-    name = f"gpt2-{size}-wikitext103"
-    model = {"model.encoding": encoding}
-    if encoding == MATERIALISED:
-        model = {"model.encoding": "cable", "model.overrides": '{attention_backend = "materialised"}'}
-    settings = [
-        *settings, *(f"{key}={value}" for key, value in model.items()),
-        "report_to=none", "eval_every=1000000", "save_every=1000000", "log_every=5",
-    ]  # fmt: skip
-    chosen = recipes.load(name, settings)
-    row: dict[str, Any] = {"bench": "training", "size": size, "encoding": encoding, "length": chosen.data.length}
-    row |= {"micro_batch": chosen.train.micro_batch, "parameters": plan(chosen)["parameters"]}
-    out = Path(tempfile.mkdtemp(dir=folder)) / "run"
-    command = [sys.executable, "-m", "cable_attn", "train", name, *settings, "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True)
+def _in_turn(cells: list[_Cell], jobs: int) -> Iterator[dict[str, Any]]:
+    """Start the cells, ``jobs`` at a time, and measure one at a time."""
+    waiting, running = list(cells), list[_Cell]()
+    measured: _Cell | None = None
     try:
-        return row | _measured(done, out, chosen, row)
+        while waiting or running:
+            while waiting and len(running) < jobs and measured is None:
+                running.append(waiting.pop(0))
+                running[-1].start(alone=jobs == 1)
+            if measured is None:
+                measured = next((cell for cell in running if cell.warm), None)
+                if measured is not None:
+                    measured.begin()
+                    _send(signal.SIGSTOP, running, but=measured)
+            elif measured.all_logged:
+                measured = None
+                _send(signal.SIGCONT, running)
+            ended = [cell for cell in running if cell.ended]
+            running = [cell for cell in running if cell not in ended]
+            if measured in ended:  # it failed
+                measured = None
+                _send(signal.SIGCONT, running)
+            for cell in ended:
+                yield cell.row()
+            time.sleep(0.05)
     finally:
-        shutil.rmtree(out, ignore_errors=True)  # a checkpoint is gigabytes
+        _send(signal.SIGKILL, running)
 
 
-def _measured(done: Any, out: Path, chosen: recipes.Recipe, row: dict[str, Any]) -> dict[str, Any]:
-    if done.returncode:
-        return {"error": (done.stderr.strip() or done.stdout.strip()).splitlines()[-1][-300:]}
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    rates = [line["tokens_per_second"] for line in lines if "loss" in line and line["step"] > chosen.train.steps / 2]
-    if not rates:
-        raise CableError(f"{chosen.train.steps} steps are too few to measure; give at least 20.")
-    rate = statistics.median(rates)
-    return {"tokens_per_second": rate, "peak_mib": lines[-1].get("peak_memory_mib"), "mfu": _mfu(chosen, row, rate)}
+def _send(number: int, cells: list[_Cell], but: _Cell | None = None) -> None:
+    for cell in cells:
+        if cell is not but:
+            cell.send(number)
+
+
+class _Cell:
+    """A run of ``cable train`` and what it has logged."""
+
+    def __init__(self, size: str, encoding: str, settings: list[str], folder: Path):
+        model = {"model.encoding": encoding}
+        if encoding == MATERIALISED:
+            model = {"model.encoding": "cable", "model.overrides": '{attention_backend = "materialised"}'}
+        fixed = ["report_to=none", "eval_every=1000000", "save_every=1000000", f"log_every={LOG_EVERY}"]
+        self.settings = [*settings, *(f"{key}={value}" for key, value in model.items()), *fixed]
+        self.name = f"gpt2-{size}-wikitext103"
+        self.chosen = recipes.load(self.name, self.settings)
+        self.about: dict[str, Any] = {"bench": "training", "size": size, "encoding": encoding}
+        self.about |= {"length": self.chosen.data.length, "micro_batch": self.chosen.train.micro_batch}
+        self.about |= {"parameters": plan(self.chosen)["parameters"]}
+        self.out = Path(tempfile.mkdtemp(dir=folder))
+        self.begun: int | None = None
+
+    def start(self, alone: bool) -> None:
+        if alone:
+            self.begun = self.chosen.train.steps // 2 - LOG_EVERY
+        train = [sys.executable, "-m", "cable_attn", "train", self.name, *self.settings]
+        with (self.out / "log").open("wb") as log:
+            self.process = subprocess.Popen(
+                [*train, "--out", str(self.out / "run")], stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def send(self, number: int) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, number)  # with its workers, which compile
+
+    def lines(self) -> list[dict[str, Any]]:
+        path = self.out / "run" / "metrics.jsonl"
+        whole = path.read_text(encoding="utf-8").rpartition("\n")[0] if path.exists() else ""
+        return [json.loads(line) for line in whole.splitlines()]
+
+    @property
+    def logged(self) -> int:
+        return max((line["step"] for line in self.lines() if "loss" in line), default=0)
+
+    @property
+    def warm(self) -> bool:
+        return self.begun is None and self.logged >= self.chosen.train.steps / 2 - LOG_EVERY
+
+    def begin(self) -> None:
+        """From now on it is alone; others may have disturbed it until the end of the log line it is in."""
+        self.begun = self.logged
+
+    @property
+    def all_logged(self) -> bool:
+        return self.logged >= self.chosen.train.steps
+
+    @property
+    def ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def row(self) -> dict[str, Any]:
+        try:
+            return self.about | self._measured()
+        finally:
+            shutil.rmtree(self.out, ignore_errors=True)  # a checkpoint is gigabytes
+
+    def _measured(self) -> dict[str, Any]:
+        if self.process.returncode:
+            log = (self.out / "log").read_text(encoding="utf-8", errors="replace").strip()
+            return {"error": (log or f"exit code {self.process.returncode}").splitlines()[-1][-300:]}
+        lines = self.lines()
+        alone = self.chosen.train.steps if self.begun is None else self.begun + LOG_EVERY
+        rates = [line["tokens_per_second"] for line in lines if "loss" in line and line["step"] > alone]
+        if not rates:
+            return {"error": "the steps went by before it was alone; give more steps, or --jobs 1"}
+        rate = statistics.median(rates)
+        return {
+            "tokens_per_second": rate, "peak_mib": lines[-1].get("peak_memory_mib"),
+            "mfu": _mfu(self.chosen, self.about, rate),
+        }  # fmt: skip
 
 
 def _mfu(chosen: recipes.Recipe, row: dict[str, Any], rate: float) -> float | None:

@@ -75,6 +75,9 @@ def bench_train(
     encodings: Annotated[str, typer.Option(help="Names, with commas between; default: the paper's.")] = "",
     steps: Annotated[int, typer.Option(min=20, help="Updates of each cell; the second half counts.")] = 60,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="key=value for every cell's recipe.")] = None,
+    jobs: Annotated[
+        int, typer.Option(min=1, help="Cells that start and compile at the same time; they are measured one by one.")
+    ] = 1,
     results: Annotated[Path, typer.Option(help="JSONL file to which the rows are added.")] = Path(
         "benchmarks/results/training.jsonl"
     ),
@@ -92,7 +95,7 @@ def bench_train(
         require_known("size", size, ["tiny", "small", "medium"])
     names = [name.strip() for name in encodings.split(",")] if encodings else [*bench.ENCODINGS, bench.MATERIALISED]
     around = environment()
-    for row in bench.run(wanted, names, steps, overrides or []):
+    for row in bench.run(wanted, names, steps, overrides or [], jobs):
         append(results, [{**row, **around}])
         told = row.get("error") or f"{row['tokens_per_second']:>12,.0f} tokens/s   peak {row['peak_mib'] or 0:>7,} MiB"
         console.print(f"{row['size']:>7} {row['encoding']:>20} {told}", markup=False, highlight=False)

@@ -166,9 +166,12 @@ class CableBertForMaskedLM(CableBertPreTrainedModel):
         labels: Tensor | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
+        loss_only: bool = False,
         **kwargs: Any,
     ) -> MaskedLMOutput:
-        """labels: [B, T], −100 where nothing was masked. The other arguments are those of :class:`CableBertModel`."""
+        """labels: [B, T], −100 where nothing was masked. loss_only: no logits in the output, which nobody can then keep
+        or copy. The other arguments are those of :class:`CableBertModel`.
+        """
         outputs = self.bert(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -185,5 +188,8 @@ class CableBertForMaskedLM(CableBertPreTrainedModel):
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
         return MaskedLMOutput(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+            loss=loss,
+            logits=None if loss_only else logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
         )

@@ -183,9 +183,12 @@ class CableGPTForCausalLM(CableGPTPreTrainedModel, GenerationMixin):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        loss_only: bool = False,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """labels: [B, T], shifted inside, −100 is ignored. The other arguments are those of :class:`CableGPTModel`."""
+        """labels: [B, T], shifted inside, −100 is ignored. loss_only: no logits in the output, which nobody can then
+        keep or copy; in training they are the largest tensor. The other arguments are those of :class:`CableGPTModel`.
+        """
         outputs = self.transformer(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -205,7 +208,7 @@ class CableGPTForCausalLM(CableGPTPreTrainedModel, GenerationMixin):
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss,
-            logits=logits,
+            logits=None if loss_only else logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
