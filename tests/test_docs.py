@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from cable_attn import ENCODINGS, recipe
@@ -51,9 +52,10 @@ def test_readme_snippets_run():
         exec(blocks[1], {})
 
 
-def test_the_kernel_page_shows_the_stored_measurements():
-    page = (ROOT / "docs/kernels.md").read_text()
-    assert page.count("<!-- end -->") == 3
+@pytest.mark.parametrize(("name", "tables"), [("kernels", 3), ("training", 1)])
+def test_the_pages_show_the_stored_measurements(name, tables):
+    page = (ROOT / f"docs/{name}.md").read_text()
+    assert page.count("<!-- end -->") == tables
     assert records.fill(page, ROOT / "benchmarks/results") == page
 
 

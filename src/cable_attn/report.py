@@ -167,6 +167,10 @@ def perplexity_figure(results: Perplexities, trained_at: int, stem: Path) -> lis
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
     axes.yaxis.set_minor_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
+    values = [value for row in results.values() for value in row.values()]
+    if values and max(values) < 5 * min(values):  # no power of ten or one only: round numbers instead
+        axes.yaxis.set_major_locator(matplotlib.ticker.MaxNLocator(nbins=8, steps=[1, 2, 5, 10]))
+        axes.yaxis.set_minor_locator(matplotlib.ticker.NullLocator())
     axes.set_xlabel("tokens read at once")
     axes.set_ylabel("perplexity on held-out text")
     axes.grid(axis="y", color="0.92")

@@ -18,8 +18,8 @@ def latest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def latest_by_size(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of the last commit at which each size of model was measured."""
-    sizes = dict.fromkeys(row["size"] for row in rows)
+    """Those of the last commit at which each size of model was measured; the smallest size first."""
+    sizes = dict.fromkeys(row["size"] for row in sorted(rows, key=lambda row: int(row.get("parameters", 0))))
     return [row for size in sizes for row in latest([row for row in rows if row["size"] == size])]
 
 
@@ -81,26 +81,29 @@ def tuning_markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def training_markdown(rows: list[dict[str, Any]]) -> str:
-    """Thousand tokens per second, over RoPE's, and peak memory of each encoding and size."""
+    """Thousand tokens per second, over RoPE's, the share of the GPU's peak, and peak memory; the fastest first."""
     rows = latest_by_size(rows)
     sizes = list(dict.fromkeys(row["size"] for row in rows))
     lines = ["| encoding | " + " | ".join(sizes) + " |", "|---" * (len(sizes) + 1) + "|"]
     found = {(row["encoding"], row["size"]): row for row in rows if "error" not in row}
-    for encoding in dict.fromkeys(row["encoding"] for row in rows):
-        cells = []
-        for size in sizes:
-            row, rope = found.get((encoding, size)), found.get(("rope", size))
-            if row is None:
-                cells.append("–")
-                continue
-            cell = f"{row['tokens_per_second'] / 1e3:,.0f}k"
-            if rope is not None:
-                cell += f" ({row['tokens_per_second'] / rope['tokens_per_second']:.2f})"
-            if row.get("peak_mib"):
-                cell += f", {row['peak_mib'] / 1024:.1f} GiB"
-            cells.append(cell)
+    fastest_first = sorted(found.values(), key=lambda row: (row["size"] != sizes[0], -row["tokens_per_second"]))
+    for encoding in dict.fromkeys(row["encoding"] for row in [*fastest_first, *rows]):
+        cells = [_training_cell(found.get((encoding, size)), found.get(("rope", size))) for size in sizes]
         lines.append(f"| {encoding} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _training_cell(row: dict[str, Any] | None, rope: dict[str, Any] | None) -> str:
+    if row is None:
+        return "–"
+    cell = f"{row['tokens_per_second'] / 1e3:,.0f}k"
+    if rope is not None:
+        cell += f" ({row['tokens_per_second'] / rope['tokens_per_second']:.2f})"
+    if row.get("mfu"):
+        cell += f", {row['mfu']:.0%}"
+    if row.get("peak_mib"):
+        cell += f", {row['peak_mib'] / 1024:.1f} GiB"
+    return cell
 
 
 TABLES = {
