@@ -269,13 +269,23 @@ def test_outputs_that_people_ask_for():
     assert torch.allclose(out.attentions[0].sum(-1), torch.ones(2, 4, 7))
     assert torch.equal(model.lm_head(out.hidden_states[-1]), out.logits)
     assert model(TEXT, logits_to_keep=2).logits.shape == (2, 2, 97)
-    alone = model(TEXT, labels=TEXT, loss_only=True)
-    assert alone.logits is None and torch.equal(alone.loss, model(TEXT, labels=TEXT).loss)
     assert isinstance(model(TEXT, return_dict=False), tuple)
     embedded = model(inputs_embeds=model.transformer.wte(TEXT)).logits
     assert torch.equal(embedded, out.logits)
     with pytest.raises(ValueError, match="exactly one of"):
         model()
+
+
+@pytest.mark.parametrize("kind", ["gpt", "bert"])
+def test_the_loss_alone_is_the_same_loss(kind):
+    model = gpt() if kind == "gpt" else stir(CableBertForMaskedLM(small_bert()))
+    labels = TEXT.clone()
+    labels[:, 2:5] = -100
+    losses = [model(TEXT, labels=labels, loss_only=alone) for alone in (False, True)]
+    assert losses[0].logits.shape == (2, 7, 97) and losses[1].logits is None
+    grads = [torch.autograd.grad(out.loss, list(model.parameters())) for out in losses]
+    assert torch.allclose(losses[0].loss, losses[1].loss)
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*grads))
 
 
 def test_trainer_takes_the_models(tmp_path):

@@ -169,8 +169,8 @@ class CableBertForMaskedLM(CableBertPreTrainedModel):
         loss_only: bool = False,
         **kwargs: Any,
     ) -> MaskedLMOutput:
-        """labels: [B, T], −100 where nothing was masked. loss_only: no logits in the output, which nobody can then keep
-        or copy. The other arguments are those of :class:`CableBertModel`.
+        """labels: [B, T], −100 where nothing was masked. loss_only: no logits in the output, so that only those of
+        masked words are computed. The other arguments are those of :class:`CableBertModel`.
         """
         outputs = self.bert(
             input_ids=input_ids,
@@ -183,7 +183,10 @@ class CableBertForMaskedLM(CableBertPreTrainedModel):
             output_hidden_states=output_hidden_states,
             return_dict=True,
         )
-        logits = self.head(outputs.last_hidden_state)
+        hidden = outputs.last_hidden_state
+        if loss_only and labels is not None:
+            hidden, labels = hidden[labels != -100], labels[labels != -100]
+        logits = self.head(hidden)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)

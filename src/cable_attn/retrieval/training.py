@@ -31,6 +31,8 @@ from cable_attn.training import DecayingTrainer, Watcher, Watching, last_complet
 MSMARCO = ("sentence-transformers/msmarco-co-condenser-margin-mse-sym-mnrl-mean-v1", "triplet-hard")
 """MS-MARCO with mined hard negatives, on the hub."""
 SETTINGS = "settings.json"
+WORKERS = 4
+"""Processes that turn texts into tokens while the GPU is at work."""
 KEYS = {"query": ("query", "anchor", "question"), "positive": ("positive", "pos"), "negative": ("negative", "neg")}
 
 
@@ -312,6 +314,7 @@ def _arguments(settings: Settings, count: int, folder: Path) -> TrainingArgument
         disable_tqdm=True,
         remove_unused_columns=False,
         dataloader_drop_last=False,
+        dataloader_num_workers=WORKERS if cuda else 0,
         dataloader_pin_memory=cuda,
         use_cpu=not cuda,
     )
