@@ -104,9 +104,12 @@ def jobs(generation: int) -> list[tuple]:
             todo.append((backward.backward_table, Tile(64, 64, 4, 2), {**flags, "BLOCK": 64}, data, generation))
     for dim in (64, 128, 256) if generation < 100 else (128,):
         flags = {**CABLE, **PLAIN, "PADDED": True, "D": dim, "BD": dim, "PRECISION": "tf32", "BM": 64, "BN": 64}
-        flags |= {"GROUP": 4, "SPLITS": 32}
-        for kernel in (decode_kernels.part, decode_kernels.together):
-            todo.append((kernel, Tile(64, 64, 4, 3), flags, "bf16", generation))
+        flags |= {"GROUP": 4, "SPLITS": 32, "WIDTH": 16, "NEAR_KEYS": pruning.NEAR, "SLACK_FACTOR": 1.001}
+        stages = Tile(64, 64, 4, 2 if dim > 128 else 3)
+        for one, pruned in [(False, False), (True, False), (False, True), (True, True)]:
+            variant = {**flags, "ONE": one, "KNOWN": pruned, "PRUNED": pruned, "BM": 1 if one else 64}
+            todo.append((decode_kernels.part, stages, variant, "bf16", generation))
+        todo.append((decode_kernels.together, stages, flags, "bf16", generation))
     flags = {**CABLE, **PLAIN, "D": 64, "BD": 64, "PRECISION": "tf32", "BM": 64, "BN": 64}
     flags |= {
         "SUMS": True,
@@ -119,7 +122,8 @@ def jobs(generation: int) -> list[tuple]:
     }
     flags |= {"CHUNK_TOKENS": 512, "BT": 64, "BC": 64}
     small = [kernels.split_potential, backward.potential_columns, backward.row_dots] if hopper else []
-    small += [pruning._summarise, pruning._bounds, pruning._rows] if hopper else []
+    small += [pruning._summarise, pruning.summarise_new, pruning._bounds, pruning._rows] if hopper else []
+    flags |= {"KNOWN": False, "ALL": False}
     small += [head_kernels._product, head_kernels._gradient_of_x, head_kernels._gradient_of_weight] if hopper else []
     return todo + [(kernel, Tile(64, 64, 4, 1), flags, "bf16", generation) for kernel in small]
 

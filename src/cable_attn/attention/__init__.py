@@ -67,10 +67,11 @@ def make_call(
     mix: Callable[[Tensor, Tensor | None, Tensor, Tensor], Tensor] | None = None,
     prune: float | None = None,
     together: Tensor | None = None,
+    summaries: tuple[Tensor, Tensor] | None = None,
 ) -> Call:
     """A checked call, for callers that share one layout between many layers."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    call = Call(q, k, v, bias, layout, scale, dropout, softcap, mix, prune, together)
+    call = Call(q, k, v, bias, layout, scale, dropout, softcap, mix, prune, together, summaries)
     check(call)
     return call
 

@@ -32,6 +32,8 @@ class Call:
     prune: float | None = None
     together: Tensor | None = None
     """[B, H + 2 H_kv, T, D]: q, k and v as parts of one tensor, whose gradient then comes in one piece."""
+    summaries: tuple[Tensor, Tensor] | None = None
+    """Of all complete blocks of keys, as :func:`cable_attn.attention.decoding.summarise` writes them; for pruning."""
 
     @property
     def wide(self) -> torch.dtype:

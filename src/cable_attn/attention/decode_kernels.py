@@ -9,73 +9,200 @@ from cable_attn.attention.kernels import LOG2E, LOG_KERNEL, _visible
 
 
 @triton.jit
-def part(Q, K, V, C, G, START, KMASK, DOCS, PARTS, TOPS, NORMS, sqb, sqh, sqt, skb, skh, skt, svb, svh, svt, scb, sch, sct,
-          key_heads, Tq, Tk, window, scale2, GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
-          BN: tl.constexpr, POTENTIAL: tl.constexpr, GAIN: tl.constexpr, KERNEL: tl.constexpr, WINDOW: tl.constexpr,
-          PADDED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """All queries that share a key head, over one part of its keys. Row r is query r % Tq of head r // Tq of the group."""
-    part = tl.program_id(0)
-    bk = tl.program_id(1)
-    b = (bk // key_heads).to(tl.int64)
-    hk = (bk % key_heads).to(tl.int64)
-    r = tl.arange(0, BM)
-    row = r < GROUP * Tq
-    head = hk * GROUP + r // Tq
-    i = r % Tq
-    start = tl.load(START).to(tl.int32)
-    at = start + i
-    on = tl.arange(0, BN)
-    od = tl.arange(0, BD)
-    q = tl.load(Q + b * sqb + head[:, None] * sqh + i[:, None] * sqt + od[None, :],
-                mask=row[:, None] & (od[None, :] < D), other=0.0)  # fmt: skip
-    K += b * skb + hk * skh
-    V += b * svb + hk * svh
-    KMASK += b * Tk
-    DOCS += b * Tk
-    C += b * scb
-    g = tl.full([BM], 1.0, tl.float32)
-    ci = tl.zeros([BM], tl.float64)
-    if POTENTIAL:
-        ci = tl.load(C + head * sch + at * sct, mask=row & (at < Tk), other=0.0).to(tl.float64)
-        if GAIN:
-            g = tl.load(G + (b * key_heads * GROUP + head) * Tq + i, mask=row, other=0.0)
+def _add_block(m, norm, acc, n, q, g, ci, at, row, end, C, K, V, KMASK, DOCS, skt, svt, sct, head, sch, Tk, window, scale2,
+               D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, ONE: tl.constexpr, POTENTIAL: tl.constexpr,
+               KERNEL: tl.constexpr, WINDOW: tl.constexpr, PADDED: tl.constexpr, PACKED: tl.constexpr,
+               PRECISION: tl.constexpr):  # fmt: skip
+    """The keys from n on, added to what has been seen.
 
-    end = tl.minimum(start + Tq, Tk)
-    size = tl.cdiv(tl.cdiv(end, BN), tl.num_programs(0)) * BN
-    lo = part * size
-    if WINDOW:  # what no query sees is not read
-        lo = tl.maximum(lo, tl.maximum(start - window + 1, 0) // BN * BN)
-    hi = tl.minimum(part * size + size, end)
-    m = tl.full([BM], float("-inf"), tl.float32)
-    norm = tl.zeros([BM], tl.float32)
-    acc = tl.zeros([BM, BD], tl.float32)
-    for n in range(lo, hi, BN):
-        j = n + on
-        j64 = j.to(tl.int64)
-        k = tl.load(K + j64[None, :] * skt + od[:, None], mask=(j[None, :] < end) & (od[:, None] < D), other=0.0)
-        x = tl.dot(q, k, input_precision=PRECISION) * scale2
+    With one row each of the BN places keeps a maximum and a sum of its own, so that nothing has to be exchanged between
+    threads before the end; with more rows the products go through the tensor cores.
+    """
+    j = n + tl.arange(0, BN)
+    j64 = j.to(tl.int64)
+    od = tl.arange(0, BD)
+    inside = (j[:, None] < end) & (od[None, :] < D)
+    k = tl.load(K + j64[:, None] * skt + od[None, :], mask=inside, other=0.0)
+    v = tl.load(V + j64[:, None] * svt + od[None, :], mask=inside, other=0.0)
+    if ONE:
+        x = tl.sum(k.to(tl.float32) * q[None, :], 1) * scale2
+        if POTENTIAL:
+            cj = tl.load(C + head * sch + j64 * sct, mask=j < end, other=0.0).to(tl.float64)
+            bias = g * (ci - cj).to(tl.float32)
+        seen = _visible(at, j, KMASK, DOCS, Tk, window, True, WINDOW, PADDED, PACKED)
+    else:
+        x = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale2
         if POTENTIAL:
             there = row[:, None] & (j[None, :] < end)
             cj = tl.load(C + head[:, None] * sch + j64[None, :] * sct, mask=there, other=0.0).to(tl.float64)
             bias = g[:, None] * (ci[:, None] - cj).to(tl.float32)
-            if KERNEL == LOG_KERNEL:
-                x -= tl.log2(1.0 + bias * bias)
-            else:
-                x -= bias * LOG2E
         seen = row[:, None] & _visible(at[:, None], j[None, :], KMASK, DOCS, Tk, window, True, WINDOW, PADDED, PACKED)
-        x = tl.where(seen, x, float("-inf"))
+    if POTENTIAL:
+        if KERNEL == LOG_KERNEL:
+            x -= tl.log2(1.0 + bias * bias)
+        else:
+            x -= bias * LOG2E
+    x = tl.where(seen, x, float("-inf"))
+    if ONE:
+        top = tl.maximum(m, x)
+        safe = tl.where(top == float("-inf"), 0.0, top)
+        weight = tl.exp2(x - safe)
+        less = tl.exp2(m - safe)
+        norm = norm * less + weight
+        acc = acc * less[:, None] + weight[:, None] * v.to(tl.float32)
+    else:
         top = tl.maximum(m, tl.max(x, 1))
         safe = tl.where(top == float("-inf"), 0.0, top)
         weight = tl.exp2(x - safe[:, None])
         less = tl.exp2(m - safe)
         norm = norm * less + tl.sum(weight, 1)
-        v = tl.load(V + j64[:, None] * svt + od[None, :], mask=(j[:, None] < end) & (od[None, :] < D), other=0.0)
         acc = tl.dot(weight.to(v.dtype), v, acc * less[:, None], input_precision=PRECISION)
-        m = top
-    place = (bk * tl.num_programs(0) + part).to(tl.int64) * BM + r
-    tl.store(PARTS + place[:, None] * D + od[None, :], acc, mask=row[:, None] & (od[None, :] < D))
-    tl.store(TOPS + place, m, mask=row)
-    tl.store(NORMS + place, norm, mask=row)
+    return top, norm, acc
+
+
+@triton.jit
+def _needed(block, candidates, total, q, g, ci, row, C, MEANS, NUMBERS, head, sch, sct, last, scale2, epsilon,
+            D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, ONE: tl.constexpr, PRECISION: tl.constexpr,
+            SLACK_FACTOR: tl.constexpr):  # fmt: skip
+    """Which blocks may weigh ε/candidates or more for some row; see :mod:`cable_attn.attention.pruning`.
+
+    total: log2 of what Z is at least. Blocks from ``last`` on are near and needed.
+    """
+    od = tl.arange(0, BD)
+    far = block < last
+    means = tl.load(MEANS + block.to(tl.int64)[:, None] * D + od[None, :], mask=far[:, None] & (od[None, :] < D), other=0.0)
+    radius = tl.load(NUMBERS + block * 4, mask=far, other=0.0)
+    spread = tl.load(NUMBERS + block * 4 + 1, mask=far, other=0.0)
+    moved = tl.load(NUMBERS + block * 4 + 2, mask=far, other=0.0)
+    nearest = block.to(tl.int64) * BN + BN - 1
+    budget = tl.log2(epsilon / (BN * tl.maximum(candidates, 1).to(tl.float32)))
+    if ONE:
+        reach = tl.sqrt(tl.sum(q * q, 0)) * scale2 * SLACK_FACTOR
+        cj = tl.load(C + head * sch + nearest * sct, mask=far, other=0.0).to(tl.float64)
+        x = tl.sum(means.to(tl.float32) * q[None, :], 1) * scale2 - g * LOG2E * (ci - cj).to(tl.float32)
+        x += reach * moved - total - budget
+        share = tl.exp2(x) + tl.exp2(x + reach * radius + spread)
+        small = share < 0.999  # what is not a number is not small; the rest is for rounding
+    else:
+        wide = q.to(tl.float32)
+        reach = tl.sqrt(tl.sum(wide * wide, 1)) * scale2 * SLACK_FACTOR
+        there = row[:, None] & far[None, :]
+        cj = tl.load(C + head[:, None] * sch + nearest[None, :] * sct, mask=there, other=0.0).to(tl.float64)
+        x = tl.dot(q, tl.trans(means), input_precision=PRECISION) * scale2
+        x -= (g * LOG2E)[:, None] * (ci[:, None] - cj).to(tl.float32)
+        x += reach[:, None] * moved[None, :] - (total + budget)[:, None]
+        share = tl.exp2(x) + tl.exp2(x + reach[:, None] * radius[None, :] + spread[None, :])
+        small = tl.min(((share < 0.999) | ~row[:, None]).to(tl.int32), 0) > 0
+    return ~(small & far)
+
+
+@triton.jit
+def part(Q, K, V, C, G, START, KMASK, DOCS, MEANS, NUMBERS, PARTS, TOPS, NORMS, sqb, sqh, sqt, skb, skh, skt, svb, svh, svt,
+         scb, sch, sct, key_heads, Tq, Tk, blocks, place, window, scale2, epsilon, GROUP: tl.constexpr, D: tl.constexpr,
+         BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ONE: tl.constexpr, KNOWN: tl.constexpr,
+         POTENTIAL: tl.constexpr, GAIN: tl.constexpr, KERNEL: tl.constexpr, WINDOW: tl.constexpr, PADDED: tl.constexpr,
+         PACKED: tl.constexpr, PRUNED: tl.constexpr, WIDTH: tl.constexpr, NEAR_KEYS: tl.constexpr,
+         SLACK_FACTOR: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """All queries that share a key head, over every so-manyth block of its keys.
+
+    Row r is query r % Tq of head r // Tq of the group.
+    """
+    split = tl.program_id(0)
+    splits = tl.num_programs(0)
+    bk = tl.program_id(1)
+    b = (bk // key_heads).to(tl.int64)
+    hk = (bk % key_heads).to(tl.int64)
+    start = place
+    if not KNOWN:
+        start = tl.load(START).to(tl.int32)
+    od = tl.arange(0, BD)
+    K += b * skb + hk * skh
+    V += b * svb + hk * svh
+    KMASK += b * Tk
+    DOCS += b * Tk
+    C += b * scb
+    MEANS += bk.to(tl.int64) * blocks * D
+    NUMBERS += bk.to(tl.int64) * blocks * 4
+    if ONE:
+        row = start >= 0
+        head = hk
+        at = start
+        q = tl.load(Q + b * sqb + head * sqh + od, mask=od < D, other=0.0).to(tl.float32)
+        g = tl.full([], 1.0, tl.float32)
+        ci = tl.full([], 0.0, tl.float64)
+        if POTENTIAL:
+            ci = tl.load(C + head * sch + at * sct).to(tl.float64)
+            if GAIN:
+                g = tl.load(G + bk)
+        m = tl.full([BN], float("-inf"), tl.float32)
+        norm = tl.zeros([BN], tl.float32)
+        acc = tl.zeros([BN, BD], tl.float32)
+    else:
+        r = tl.arange(0, BM)
+        row = r < GROUP * Tq
+        head = hk * GROUP + r // Tq
+        i = r % Tq
+        at = start + i
+        q = tl.load(Q + b * sqb + head[:, None] * sqh + i[:, None] * sqt + od[None, :],
+                    mask=row[:, None] & (od[None, :] < D), other=0.0)  # fmt: skip
+        g = tl.full([BM], 1.0, tl.float32)
+        ci = tl.zeros([BM], tl.float64)
+        if POTENTIAL:
+            ci = tl.load(C + head * sch + at * sct, mask=row & (at < Tk), other=0.0).to(tl.float64)
+            if GAIN:
+                g = tl.load(G + (b * key_heads * GROUP + head) * Tq + i, mask=row, other=0.0)
+        m = tl.full([BM], float("-inf"), tl.float32)
+        norm = tl.zeros([BM], tl.float32)
+        acc = tl.zeros([BM, BD], tl.float32)
+
+    end = tl.minimum(start + Tq, Tk)
+    first = end * 0
+    if WINDOW:  # what no query sees is not read
+        first = tl.maximum(start - window + 1, 0) // BN
+    behind = tl.cdiv(end, BN)
+    if PRUNED:
+        near = tl.maximum(start - NEAR_KEYS + 1, 0) // BN
+        near_m, near_norm, near_acc = m, norm, acc
+        for block in range(near, start // BN + 1):  # Z is at least what these weigh; start: seen by every row
+            near_m, near_norm, near_acc = _add_block(
+                near_m, near_norm, near_acc, block * BN, q, g, ci, at, row, tl.minimum(end, start + 1), C, K, V, KMASK, DOCS,
+                skt, svt, sct, head, sch, Tk, window, scale2, D, BD, BN, ONE, POTENTIAL, KERNEL, WINDOW, PADDED, PACKED,
+                PRECISION)  # fmt: skip
+        if ONE:
+            top = tl.max(near_m, 0)
+            near_norm = tl.sum(near_norm * tl.exp2(near_m - tl.where(top == float("-inf"), 0.0, top)), 0)
+            near_m = top
+        total = near_m + tl.log2(near_norm)  # −inf or not a number if a row sees nothing near: then all is needed
+        some = tl.arange(0, WIDTH)
+        for group in range(first + split, behind, splits * WIDTH):
+            needed = _needed(group + some * splits, near - first, total, q, g, ci, row, C, MEANS, NUMBERS, head, sch, sct,
+                             near, scale2, epsilon, D, BD, BN, ONE, PRECISION, SLACK_FACTOR)  # fmt: skip
+            for one in range(WIDTH):
+                block = group + one * splits
+                wanted = tl.sum((needed & (some == one)).to(tl.int32), 0) > 0
+                if wanted & (block < behind):
+                    m, norm, acc = _add_block(
+                        m, norm, acc, block * BN, q, g, ci, at, row, end, C, K, V, KMASK, DOCS, skt, svt, sct, head, sch, Tk,
+                        window, scale2, D, BD, BN, ONE, POTENTIAL, KERNEL, WINDOW, PADDED, PACKED, PRECISION)  # fmt: skip
+    else:
+        for block in range(first + split, behind, splits):
+            m, norm, acc = _add_block(
+                m, norm, acc, block * BN, q, g, ci, at, row, end, C, K, V, KMASK, DOCS, skt, svt, sct, head, sch, Tk, window,
+                scale2, D, BD, BN, ONE, POTENTIAL, KERNEL, WINDOW, PADDED, PACKED, PRECISION)  # fmt: skip
+
+    if ONE:
+        top = tl.max(m, 0)
+        weight = tl.exp2(m - tl.where(top == float("-inf"), 0.0, top))
+        where = bk.to(tl.int64) * splits + split
+        tl.store(PARTS + where * D + od, tl.sum(acc * weight[:, None], 0), mask=od < D)
+        tl.store(TOPS + where, top)
+        tl.store(NORMS + where, tl.sum(norm * weight, 0))
+    else:
+        r = tl.arange(0, BM)
+        where = (bk * splits + split).to(tl.int64) * BM + r
+        tl.store(PARTS + where[:, None] * D + od[None, :], acc, mask=row[:, None] & (od[None, :] < D))
+        tl.store(TOPS + where, m, mask=row)
+        tl.store(NORMS + where, norm, mask=row)
 
 
 @triton.jit

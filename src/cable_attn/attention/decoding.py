@@ -2,6 +2,10 @@
 
 Each key and value is read once, and so is the potential, as the cache holds it: in fp64. The queries may stand at a
 place that only the device knows (a static cache), so that a captured graph serves every step.
+
+With ``prune=ε`` and the summaries of the cache's blocks (their means, and how far the keys lie from them), a block that
+provably weighs less than its share of ε is not read; see :mod:`cable_attn.attention.pruning` for the bound. Every block
+has the same share here, so that each can be judged alone, and Z is bounded by the nearest keys.
 """
 
 from __future__ import annotations
@@ -15,29 +19,41 @@ from torch import Tensor
 
 from cable_attn.attention.call import Call
 from cable_attn.attention.operands import masks, potential, rows_of_numbers
-from cable_attn.bias import PotentialBias
+from cable_attn.bias import Index, PotentialBias
 from cable_attn.devices import current
 
 ROWS = 64
 """How many queries of one key head the kernel takes: those of all query heads that share it."""
 KEY_BLOCK = 64
 MOST_SPLITS = 128
+PROGRAMS = 4
+"""How many for each processor of the GPU."""
+WIDTH = 16
+"""How many blocks are judged at once."""
 LOG2E = math.log2(math.e)
 
 
 def serves(call: Call) -> bool:
     """Few queries against keys that were there before, without gradients."""
     few = call.q.shape[2] * call.groups <= ROWS and not call.layout.is_square
-    plain = call.layout.causal and not call.prune and (call.bias is None or isinstance(call.bias, PotentialBias))
+    plain = call.layout.causal and (call.bias is None or isinstance(call.bias, PotentialBias))
     return few and plain and not torch.is_grad_enabled()
 
 
 def run(call: Call) -> Tensor:
     c, g, kernel = potential(call)
     layout = call.layout
-    assert isinstance(layout.query_start, Tensor)
-    tensors = rows_of_numbers(call.q, call.k, call.v)
-    return decode(*tensors, c, g, layout.query_start, *masks(layout), call.scale, layout.window or 0, kernel)
+    means, numbers = None, None
+    if call.prune and call.summaries is not None and layout.document_ids is None:
+        means, numbers = call.summaries
+    return decode(
+        *rows_of_numbers(call.q, call.k, call.v), c, g, *_place(layout.query_start), *masks(layout), means, numbers,
+        call.scale, layout.window or 0, kernel, call.prune or 0.0,
+    )  # fmt: skip
+
+
+def _place(start: Index) -> tuple[Tensor | None, int]:
+    return (start, 0) if isinstance(start, Tensor) else (None, start)
 
 
 @torch.library.custom_op("cable_attn::decode", mutates_args=())
@@ -47,21 +63,28 @@ def decode(
     v: Tensor,
     c: Tensor | None,
     g: Tensor | None,
-    start: Tensor,
+    start: Tensor | None,
+    place: int,
     key_mask: Tensor | None,
     document_ids: Tensor | None,
+    means: Tensor | None,
+    numbers: Tensor | None,
     scale: float,
     window: int,
     kernel: int,
+    epsilon: float,
 ) -> Tensor:
-    """Causal attention of q [B, H, Tq, D]; the first query stands at key ``start``, an integer on the device."""
-    from cable_attn.attention import decode_kernels
+    """Causal attention of q [B, H, Tq, D]; the first query stands at key ``start``, an integer on the device, or
+    ``place``. means, numbers: what :func:`summarise` has written."""
+    from cable_attn.attention import decode_kernels, pruning
 
     batch, heads, queries, dim = q.shape
     key_heads, keys = k.shape[1], k.shape[2]
     group = heads // key_heads
-    splits = _splits(batch * key_heads, keys, q.device)
-    rows = max(16, _power_of_2(group * queries))
+    seen = keys if start is not None else place + queries
+    splits = _splits(batch * key_heads, seen, q.device)
+    one = group * queries == 1
+    rows = 1 if one else max(16, _power_of_2(group * queries))
     wide: dict[str, Any] = {"device": q.device, "dtype": torch.float32}
     parts = torch.empty(batch * key_heads, splits, rows, dim, **wide)
     tops, norms = torch.empty(2, batch * key_heads, splits, rows, **wide)
@@ -70,12 +93,16 @@ def decode(
     # A pointer that is never read stands in for what is absent.
     with current(q.device):
         decode_kernels.part[(splits, batch * key_heads)](
-            q, k, v, q if c is None else c, q if g is None else g, start, q if key_mask is None else key_mask,
-            q if document_ids is None else document_ids, parts, tops, norms, *q.stride()[:3], *k.stride()[:3],
-            *v.stride()[:3], *((0, 0, 0) if c is None else c.stride()), key_heads, queries, keys, window, scale * LOG2E,
-            GROUP=group, D=dim, BD=width, BM=rows, BN=KEY_BLOCK, POTENTIAL=c is not None, GAIN=g is not None,
-            KERNEL=kernel, WINDOW=window > 0, PADDED=key_mask is not None, PACKED=document_ids is not None,
-            PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4, num_stages=3,
+            q, k, v, q if c is None else c, q if g is None else g, q if start is None else start,
+            q if key_mask is None else key_mask, q if document_ids is None else document_ids,
+            q if means is None else means, q if numbers is None else numbers, parts, tops, norms, *q.stride()[:3],
+            *k.stride()[:3], *v.stride()[:3], *((0, 0, 0) if c is None else c.stride()), key_heads, queries, keys,
+            0 if means is None else means.shape[2], place, window, scale * LOG2E, epsilon,
+            GROUP=group, D=dim, BD=width, BM=rows, BN=KEY_BLOCK, ONE=one, KNOWN=start is None, POTENTIAL=c is not None,
+            GAIN=g is not None, KERNEL=kernel, WINDOW=window > 0, PADDED=key_mask is not None,
+            PACKED=document_ids is not None, PRUNED=means is not None, WIDTH=WIDTH, NEAR_KEYS=pruning.NEAR,
+            SLACK_FACTOR=pruning.SLACK, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4,
+            num_stages=2 if width > 128 else 3,
         )  # fmt: skip
         decode_kernels.together[(batch * key_heads, group * queries)](
             parts, tops, norms, out, *out.stride()[:3], key_heads, queries, splits, GROUP=group, D=dim, BD=width,
@@ -90,9 +117,41 @@ def _(q, *rest):  # type: ignore[no-untyped-def]
     return q.new_empty(batch, queries, heads, dim).transpose(1, 2)
 
 
+@torch.library.custom_op("cable_attn::summarise", mutates_args=("means", "numbers"))
+def summarise(
+    k: Tensor, means: Tensor, numbers: Tensor, start: Tensor | None, place: int, queries: int, everything: bool
+) -> None:
+    """Write means [B, H, blocks, D] and numbers [B, H, blocks, 4] of the blocks that the keys from ``start`` (or
+    ``place``) to ``start + queries`` complete; everything: and of all before."""
+    from cable_attn.attention import pruning
+
+    batch, key_heads, keys, dim = k.shape
+    blocks = keys // KEY_BLOCK if everything else queries // KEY_BLOCK + 1
+    if not blocks:
+        return
+    with current(k.device):
+        pruning.summarise_new[(blocks, batch * key_heads)](
+            k, means, numbers, k if start is None else start, *k.stride()[:3], key_heads, keys, means.shape[2], place,
+            queries, D=dim, BD=max(16, _power_of_2(dim)), BN=KEY_BLOCK, KNOWN=start is None, ALL=everything,
+            SLACK_FACTOR=pruning.SPREAD_SLACK, num_warps=4,
+        )  # fmt: skip
+
+
+@summarise.register_fake
+def _(*operands):  # type: ignore[no-untyped-def]
+    return None
+
+
+def blank_summaries(k: Tensor, keys: int) -> tuple[Tensor, Tensor]:
+    """Room for the summaries of so many keys like ``k`` [B, H, Tk, D]."""
+    batch, heads, _, dim = k.shape
+    blocks = max(keys // KEY_BLOCK, 1)
+    return k.new_zeros(batch, heads, blocks, dim), k.new_zeros(batch, heads, blocks, 4, dtype=torch.float32)
+
+
 def _splits(programs: int, keys: int, device: torch.device) -> int:
     """Enough to keep the whole GPU reading, and no more than there are blocks of keys."""
-    wanted = math.ceil(2 * _processors(device) / programs)
+    wanted = math.ceil(PROGRAMS * _processors(device) / programs)
     return max(1, min(wanted, math.ceil(keys / KEY_BLOCK), MOST_SPLITS))
 
 

@@ -116,8 +116,29 @@ def _load_keys(K, j, skt, Tk, od, D: tl.constexpr):
 @triton.jit
 def _summarise(K, MEANS, NUMBERS, skb, skh, skt, key_heads, Tk, blocks, D: tl.constexpr, BD: tl.constexpr,
                BN: tl.constexpr, BK: tl.constexpr, SLACK_FACTOR: tl.constexpr):  # fmt: skip
-    """For each block of keys its rounded mean; the radius, log2 of ρ (small blocks only), and how far the rounding moved."""
     n = tl.program_id(0)
+    _summarise_block(n, K, MEANS, NUMBERS, skb, skh, skt, key_heads, Tk, blocks, D, BD, BN, BK, SLACK_FACTOR)
+
+
+@triton.jit
+def summarise_new(K, MEANS, NUMBERS, START, skb, skh, skt, key_heads, Tk, blocks, place, Tq, D: tl.constexpr,
+                  BD: tl.constexpr, BN: tl.constexpr, KNOWN: tl.constexpr, ALL: tl.constexpr,
+                  SLACK_FACTOR: tl.constexpr):  # fmt: skip
+    """The blocks that the keys from ``start`` to ``start + Tq`` complete; ALL: and every one before."""
+    start = place
+    if not KNOWN:
+        start = tl.load(START).to(tl.int32)
+    n = tl.program_id(0)
+    if not ALL:
+        n += start // BN
+    if (n + 1) * BN <= start + Tq:
+        _summarise_block(n, K, MEANS, NUMBERS, skb, skh, skt, key_heads, Tk, blocks, D, BD, BN, BN, SLACK_FACTOR)
+
+
+@triton.jit
+def _summarise_block(n, K, MEANS, NUMBERS, skb, skh, skt, key_heads, Tk, blocks, D: tl.constexpr, BD: tl.constexpr,
+                     BN: tl.constexpr, BK: tl.constexpr, SLACK_FACTOR: tl.constexpr):  # fmt: skip
+    """Of block n of the keys the rounded mean; the radius, log2 of ρ (small blocks only), how far the rounding moved."""
     bk = tl.program_id(1)
     od = tl.arange(0, BD)
     K += (bk // key_heads).to(tl.int64) * skb + (bk % key_heads).to(tl.int64) * skh
