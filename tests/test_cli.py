@@ -269,7 +269,7 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("options", [[], ["--cache", "static"], ["--prefill", "5"]])
+@pytest.mark.parametrize("options", [[], ["--cache", "static"], ["--prefill", "5"], ["--prune", "1e-4"]])
 def test_generate_streams_what_the_model_says(checkpoint, options):
     prompt = "It is a truth universally acknowledged"
     model, tokenizer = load_causal_lm(checkpoint)

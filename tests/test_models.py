@@ -36,7 +36,9 @@ from cable_attn import (
     from_bert,
     from_gpt2,
 )
+from cable_attn.attention import make_call
 from cable_attn.data import Document, train_bpe
+from cable_attn.models.capture import layer_calls
 from cable_attn.models.loading import load_causal_lm
 from cable_attn.training import decayed_parameters
 
@@ -342,12 +344,26 @@ def test_spread_init_survives_from_pretrained(tmp_path):
         ({"num_hidden_layers": 0}, ["num_hidden_layers must be at least 1, got 0"]),
         ({"hidden_dim": 64}, ["unknown field of CableGPTConfig 'hidden_dim'", "Did you mean 'hidden_size'?"]),
         ({"attention_backend": "flash"}, ["unknown attention backend 'flash'", "auto, "]),
+        ({"attention_prune": 2.0}, ["attention_prune must lie between 0 and 1, got 2.0"]),
+        ({"attention_prune": 0.1, "encoding": "rope"}, ["attention_prune=0.1", "'rope'", "cable, cable-nw", "alibi"]),
     ],
 )
 def test_bad_configs_are_named(fields, words):
     with pytest.raises(CableError) as error:
         small_gpt(**fields)
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_prunable_is_what_attention_would_prune(encoding):
+    calls = layer_calls(gpt(encoding), TEXT)
+    takes = all(call.mix is None for call in calls)
+    for call in calls:
+        try:
+            make_call(call.q, call.k, call.v, call.bias, call.layout, prune=1e-4)
+        except CableError:
+            takes = False
+    assert ENCODINGS[encoding].prunable == takes
 
 
 def test_unknown_preset():

@@ -70,7 +70,9 @@ def _needed(block, candidates, total, q, g, ci, row, C, MEANS, NUMBERS, head, sc
     """
     od = tl.arange(0, BD)
     far = block < last
-    means = tl.load(MEANS + block.to(tl.int64)[:, None] * D + od[None, :], mask=far[:, None] & (od[None, :] < D), other=0.0)
+    means = tl.load(
+        MEANS + block.to(tl.int64)[:, None] * D + od[None, :], mask=far[:, None] & (od[None, :] < D), other=0.0
+    )
     radius = tl.load(NUMBERS + block * 4, mask=far, other=0.0)
     spread = tl.load(NUMBERS + block * 4 + 1, mask=far, other=0.0)
     moved = tl.load(NUMBERS + block * 4 + 2, mask=far, other=0.0)

@@ -83,6 +83,11 @@ def defers(call: Call) -> str | None:
     return None
 
 
+def runs_on(device: torch.device) -> bool:
+    """Whether the kernels serve tensors of this device at all."""
+    return INSTALLED and (device.type == "cuda" or interpreting())
+
+
 def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 

@@ -29,6 +29,9 @@ def generate(
     prefill: Annotated[
         int, typer.Option(min=0, help="Read the prompt so many tokens at a time, to spare memory; 0: at once.")
     ] = 8192,
+    prune: Annotated[
+        float, typer.Option(min=0, max=0.5, help="Skip keys that provably weigh less than this in all; 0: none.")
+    ] = 0.0,
 ) -> None:
     """Go on with a text. It streams to standard output; its speed goes to standard error.
 
@@ -49,6 +52,8 @@ def generate(
     logging.disable_progress_bar()
     model, tokenizer = load_causal_lm(checkpoint_folder(checkpoint))
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()  # type: ignore[arg-type]
+    if prune:
+        _set_pruning(model, prune)
     ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"].to(model.device)
     if not ids.shape[1]:
         raise CableError("the prompt has no token. Give --prompt or --file with some text.")
@@ -63,6 +68,15 @@ def generate(
         pad_token_id=tokenizer.pad_token_id or 0, **sampling, **chunk,
     )  # fmt: skip
     Console(stderr=True).print(stream.told(ids.shape[1]), highlight=False)
+
+
+def _set_pruning(model: Any, epsilon: float) -> None:
+    from cable_attn.models.layers import EncodedConfig
+
+    if not isinstance(model.config, EncodedConfig):
+        raise CableError(f"--prune works on models of this package, and this is a {type(model).__name__}.")
+    model.config.attention_prune = epsilon
+    model.config.check()
 
 
 def _prompt(prompt: str, file: Path | None) -> str:

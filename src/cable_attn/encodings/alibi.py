@@ -29,6 +29,7 @@ class Alibi(Encoding):
     """Fixed linear biases."""
 
     per_layer = False
+    prunable = True
 
     def bias(self, x: Tensor, layout: Layout, memory: PotentialMemory | None = None) -> PotentialBias:
         c = torch.arange(layout.key_length, device=x.device, dtype=torch.float32)

@@ -47,6 +47,8 @@ class Encoding(nn.Module):
     """Each layer learns its own; otherwise one instance serves the whole model."""
     causal_only: ClassVar[bool] = False
     """Has no meaning when a token can see those after it."""
+    prunable: ClassVar[bool] = False
+    """Its bias is a potential's and falls without end, so that ``prune=ε`` may skip what lies far away."""
     no_weight_decay: ClassVar[tuple[str, ...]] = ()
     """Parameters with two or more dimensions that are scalars in spirit (a table of biases)."""
 

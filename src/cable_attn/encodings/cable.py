@@ -37,6 +37,8 @@ def _fill(parameter: Tensor, values: Tensor) -> None:
 class CableNW(PotentialEncoding):
     """CABLE without the gain."""
 
+    prunable = True
+
     def __init__(self, geometry: Geometry, *, init: str = "paper", per_head_input: bool = False):
         """init: ``paper`` starts every head with the same short window (weights N(0, 0.02), biases 0); ``spread``
         spreads the heads over time scales, as ALiBi's slopes do. per_head_input: head h reads only its slice of x."""
@@ -59,6 +61,8 @@ class CableNW(PotentialEncoding):
 
 class Cable(PotentialEncoding):
     """The whole method."""
+
+    prunable = True
 
     def __init__(
         self, geometry: Geometry, *, init: str = "paper", per_head_input: bool = False, gain_floor: float = 0.0
@@ -97,3 +101,4 @@ class KCable(Cable):
     """CABLE through the kernel ``−log(1 + b²)``: a slower fall, so that few layers can still look far."""
 
     kernel: ClassVar[str | None] = "log"
+    prunable = False

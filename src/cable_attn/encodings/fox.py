@@ -16,6 +16,8 @@ from cable_attn.encodings.head_linear import HeadLinear
 class Fox(PotentialEncoding):
     """Forget gates as a potential."""
 
+    prunable = True
+
     def __init__(self, geometry: Geometry):
         super().__init__(geometry)
         self.forget = HeadLinear(geometry)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, StaticLayer
 
+from cable_attn.attention.decoding import KEY_BLOCK, blank_summaries, summarise
 from cable_attn.layout import Layout
 
 
@@ -37,6 +38,35 @@ class CachedPotential:
             self.cache.layers.append(_blank_copy(self.cache.layers[self.layer]))
         keys, _ = self.cache.update(c.unsqueeze(-1), c.new_empty(*c.shape, 0), self.slot)
         return keys.squeeze(-1)
+
+
+def cached_summaries(
+    memory: CachedPotential, k: Tensor, layout: Layout, behind_potentials: bool
+) -> tuple[Tensor, Tensor]:
+    """Of all complete blocks of the cached keys ``k``, for pruning; those that the new keys complete are added.
+
+    They are the keys and values of yet another cache layer, number 2 L + l (L + l for an encoding that keeps no
+    potential), so that they are reordered and repeated with the rest. Cropping leaves them alone: of a block that
+    grows anew they are written anew.
+    """
+    cache, slot = memory.cache, memory.slot + (memory.slot - memory.layer if behind_potentials else 0)
+    while len(cache.layers) <= slot:
+        cache.layers.append(_blank_copy(cache.layers[memory.layer]))
+    layer: Any = cache.layers[slot]
+    fresh, blocks = not layer.is_initialized, k.shape[2] // KEY_BLOCK
+    if fresh:
+        layer.dtype, layer.device, layer.is_initialized = k.dtype, k.device, True
+        layer.keys, layer.values = blank_summaries(k, k.shape[2])
+    elif layer.keys.shape[2] < blocks:  # twice the room, so that it is seldom copied
+        old = layer.keys, layer.values
+        layer.keys, layer.values = blank_summaries(k, 2 * k.shape[2])
+        for new, before in zip((layer.keys, layer.values), old):
+            new[:, :, : before.shape[2]] = before
+    start = layout.query_start
+    unknown = start if isinstance(start, Tensor) else None
+    place = start if isinstance(start, int) else 0
+    summarise(k, layer.keys, layer.values, unknown, place, layout.query_length, fresh)
+    return layer.keys, layer.values
 
 
 def _blank_copy(layer: Any) -> Any:

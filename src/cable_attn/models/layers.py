@@ -12,12 +12,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 
-from cable_attn.attention import BACKENDS, attend, attention_weights, make_call
+from cable_attn.attention import BACKENDS, attend, attention_weights, fused, make_call
 from cable_attn.attention.call import Call
-from cable_attn.encodings import Encoding, Geometry, find_encoding
+from cable_attn.encodings import ENCODINGS, Encoding, Geometry, find_encoding
+from cable_attn.encodings.base import PotentialEncoding
 from cable_attn.errors import CableError, require_known, unknown
 from cable_attn.layout import Layout
-from cable_attn.models.cache import CachedPotential
+from cable_attn.models.cache import CachedPotential, cached_summaries
 
 
 class EncodedConfig(PreTrainedConfig):
@@ -25,6 +26,7 @@ class EncodedConfig(PreTrainedConfig):
 
     encoding: a name in ``ENCODINGS``; encoding_options: its options, see ``cable encodings``.
     attention_backend: ``auto`` or one of ``BACKENDS``. attention_window: a sliding window in all layers.
+    attention_prune: ε, permission to skip, outside training, keys that provably carry less than ε of a row's weight.
     """
 
     is_causal = True
@@ -41,6 +43,7 @@ class EncodedConfig(PreTrainedConfig):
     encoding_options: dict | None = None
     attention_backend: str = "auto"
     attention_window: int | None = None
+    attention_prune: float | None = None
     attention_dropout: float | int = 0.0
     hidden_dropout: float | int = 0.0
     hidden_act: str = "gelu_pytorch_tanh"
@@ -51,10 +54,11 @@ class EncodedConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
-        self._check()
+        self.check()
         super().__post_init__(**kwargs)
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise an error that names the first field that does not fit."""
         for name in (
             "vocab_size",
             "hidden_size",
@@ -76,7 +80,15 @@ class EncodedConfig(PreTrainedConfig):
                 f"num_attention_heads={self.num_attention_heads}."
             )
         require_known("attention backend", self.attention_backend, ["auto", *BACKENDS])
-        find_encoding(self.encoding, self.options, causal=self.is_causal)
+        encoding = find_encoding(self.encoding, self.options, causal=self.is_causal)
+        if self.attention_prune is not None and not encoding.prunable:
+            names = ", ".join(name for name, known in ENCODINGS.items() if known.prunable)
+            raise CableError(
+                f"attention_prune={self.attention_prune} with the encoding {self.encoding!r}: nothing that lies far "
+                f"away is provably negligible there. Leave it out, or use one of {names}."
+            )
+        if self.attention_prune is not None and not 0 < self.attention_prune < 1:
+            raise CableError(f"attention_prune must lie between 0 and 1, got {self.attention_prune}.")
 
     @property
     def key_heads(self) -> int:
@@ -153,13 +165,27 @@ class SelfAttention(nn.Module):
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q, k, v = qkv.split([self.heads, self.key_heads, self.key_heads], dim=1)
         q, k = encoding.rotate(q, k, layout)
-        memory = None if cache is None else CachedPotential(cache, self.layer, self.config.num_hidden_layers)
+        memory, prune, summaries = None, None if self.training else self.config.attention_prune, None
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
+            memory = CachedPotential(cache, self.layer, self.config.num_hidden_layers)
         dropout = self.config.attention_dropout if self.training else 0.0
         together = qkv if cache is None and type(encoding).rotate is Encoding.rotate else None
         bias = encoding.bias(x, layout, memory)
-        return make_call(q, k, v, bias, layout, dropout=dropout, mix=encoding.mix, together=together)
+        if memory is not None and prune is not None and fused.runs_on(k.device):
+            summaries = cached_summaries(memory, k, layout, behind_potentials=isinstance(encoding, PotentialEncoding))
+        return make_call(
+            q,
+            k,
+            v,
+            bias,
+            layout,
+            dropout=dropout,
+            mix=encoding.mix,
+            prune=prune,
+            together=together,
+            summaries=summaries,
+        )
 
 
 class FeedForward(nn.Module):
