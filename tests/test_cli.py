@@ -294,3 +294,27 @@ def test_generate_streams_what_the_model_says(checkpoint, options):
 def test_generate_says_what_is_wrong(checkpoint, options, words):
     done = CliRunner().invoke(app, ["generate", str(checkpoint), *options])
     assert done.exit_code != 0 and words in str(done.exception)
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_the_generation_benchmarks_measure_models_and_folders(checkpoint, tmp_path, kind):
+    results = tmp_path / "rows.jsonl"
+    options = ["--lengths", "9,20", "--prune", "1e-3", "--results", str(results)]
+    options += ["--steps", "3", "--no-compiled", "--batch", "2"] if kind == "decode" else []
+    done = CliRunner().invoke(app, ["bench", kind, str(checkpoint), *options])
+    assert done.exit_code == 0, done.output
+    rows = [json.loads(line) for line in results.read_text().splitlines()]
+    assert [(row["prune"], row["length"]) for row in rows] == [(None, 9), (None, 20), (1e-3, 9), (1e-3, 20)]
+    assert all(row["tokens_per_second" if kind == "decode" else "seconds_to_first_token"] > 0 for row in rows)
+
+
+def test_the_decoding_benchmark_measures_nothing_that_is_wrong(checkpoint, tmp_path, monkeypatch):
+    from cable_attn.bench import generation
+
+    monkeypatch.setattr(generation.Decoder, "text", lambda self, ids, steps: ids[:, :steps] * 0 + 7)
+    options = ["--lengths", "9", "--no-compiled", "--results", str(tmp_path / "rows")]
+    done = CliRunner().invoke(app, ["bench", "decode", str(checkpoint), *options])
+    assert done.exit_code != 0 and "nothing is measured" in str(done.exception)
+    assert not (tmp_path / "rows").exists()
+    done = CliRunner().invoke(app, ["bench", "decode", "ropes", *options])
+    assert "Did you mean 'rope'?" in str(done.exception)

@@ -102,6 +102,70 @@ def bench_train(
     console.print(f"Rows added to {results}", markup=False, highlight=False)
 
 
+@bench_app.command(name="decode")
+def bench_decode(
+    models: Annotated[list[str] | None, typer.Argument(help="Encodings, or folders of trained models.")] = None,
+    size: Annotated[str, typer.Option(help="Of the models with fresh weights: tiny, small or medium.")] = "medium",
+    lengths: Annotated[str, typer.Option(help="Tokens of the prompt, with commas between.")] = "",
+    batch: Annotated[int, typer.Option(min=1, help="Texts at once.")] = 1,
+    steps: Annotated[int, typer.Option(min=1, help="Tokens that are timed.")] = 64,
+    prune: Annotated[float, typer.Option(min=0, help="ε: measure what can be pruned so as well; 0: not.")] = 0.0,
+    text: Annotated[Path | None, typer.Option(help="A .npy file of token ids as prompts; default: random.")] = None,
+    compiled: Annotated[bool, typer.Option(help="Compile the step, replayed as a CUDA graph.")] = True,
+    results: Annotated[Path, typer.Option(help="JSONL file to which the rows are added.")] = Path(
+        "benchmarks/results/decode.jsonl"
+    ),
+) -> None:
+    """Tokens per second behind prompts of several lengths, one model after the other.
+
+    ```
+    cable bench decode rope cable                        medium models with fresh weights
+    cable bench decode rope runs/medium --prune 1e-4     a trained one as well, pruned and not
+    ```
+    """
+    _bench_generation(models, size, lengths, batch, prune, text, results, steps, compiled)
+
+
+@bench_app.command(name="prefill")
+def bench_prefill(
+    models: Annotated[list[str] | None, typer.Argument(help="Encodings, or folders of trained models.")] = None,
+    size: Annotated[str, typer.Option(help="Of the models with fresh weights: tiny, small or medium.")] = "medium",
+    lengths: Annotated[str, typer.Option(help="Tokens of the prompt, with commas between.")] = "",
+    batch: Annotated[int, typer.Option(min=1, help="Texts at once.")] = 1,
+    prune: Annotated[float, typer.Option(min=0, help="ε: measure what can be pruned so as well; 0: not.")] = 0.0,
+    text: Annotated[Path | None, typer.Option(help="A .npy file of token ids as prompts; default: random.")] = None,
+    results: Annotated[Path, typer.Option(help="JSONL file to which the rows are added.")] = Path(
+        "benchmarks/results/prefill.jsonl"
+    ),
+) -> None:
+    """Seconds until the first new token, and peak memory, for prompts of several lengths."""
+    _bench_generation(models, size, lengths, batch, prune, text, results)
+
+
+def _bench_generation(
+    models: list[str] | None, size: str, lengths: str, batch: int, prune: float, text: Path | None, results: Path,
+    steps: int = 0, compiled: bool = True,
+) -> None:  # fmt: skip
+    import numpy as np
+    import torch
+
+    from cable_attn.bench import generation as bench
+    from cable_attn.bench.records import append
+    from cable_attn.environment import environment
+
+    require_known("size", size, ["tiny", "small", "medium"])
+    wanted = bench.choose(models or list(bench.ENCODINGS), size, prune or None)
+    tokens = None if text is None else torch.from_numpy(np.load(text, allow_pickle=False).astype(np.int64))
+    around = {"size": size, **environment()}
+    for row in bench.run(wanted, numbers(lengths) if lengths else list(bench.LENGTHS), batch, tokens, steps, compiled):
+        append(results, [{**row, **around}])
+        speed = f"{row['tokens_per_second']:>10,.1f} tokens/s" if "tokens_per_second" in row else ""
+        wait = f"{row['seconds_to_first_token']:>10.3f} s" if "seconds_to_first_token" in row else ""
+        told = row.get("error") or f"{speed}{wait}   peak {row['peak_mib'] or 0:>7,} MiB"
+        console.print(f"{row['model']:>24} {row['length']:>7,} {told}", markup=False, highlight=False)
+    console.print(f"Rows added to {results}", markup=False, highlight=False)
+
+
 @bench_app.command(name="pruning")
 def bench_pruning(
     checkpoint: Annotated[Path, typer.Argument(help="A trained model's folder (cable, cable-nw, fox or alibi).")],

@@ -90,7 +90,8 @@ def make_layout(
     new = tokens.shape[1]
     seen: int | Tensor = 0 if cache is None else cache.get_seq_length()
     if isinstance(seen, Tensor):
-        seen = seen.clone()  # a static cache counts on in place
+        # A static cache counts on in place. To read a text it pays to wait for the number: more backends serve it.
+        seen = int(seen) if new > 1 and not _recording(seen.device) else seen.clone()
     keys = new if cache is None else cache.get_mask_sizes(new, 0)[0]
     layout = Layout(
         query_length=new,
@@ -105,6 +106,11 @@ def make_layout(
     )
     layout.known_positions = layout.positions  # counted once for all layers
     return layout
+
+
+def _recording(device: torch.device) -> bool:
+    """Whether this run is turned into a graph, which must hold for other numbers too."""
+    return torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
 def _key_mask(attention_mask: Tensor | None, keys: int) -> Tensor | None:
