@@ -12,7 +12,7 @@ from cable_attn import ENCODINGS, CableBertForMaskedLM, CableError, CableGPTForC
 from cable_attn.attention import attend, make_call
 from cable_attn.encodings import Geometry, find_encoding
 from cable_attn.encodings.cable import Cable
-from cable_attn.encodings.head_linear import project
+from cable_attn.encodings.head_linear import advance, project
 from cable_attn.layout import Layout
 
 from . import oracle
@@ -428,3 +428,48 @@ def test_products_of_pieces_are_those_of_fp32(batch, length, features, outputs):
 
 def assert_close(got, exact, precision):
     torch.testing.assert_close(got.double(), exact.double(), rtol=0, atol=precision * float(exact.abs().max()))
+
+
+class _Held:
+    """A cache of fixed size that holds this potential."""
+
+    def __init__(self, c):
+        self.c = c
+
+    def last(self, layout):
+        return self.c[..., int(layout.query_start) - 1] if layout.query_start else None
+
+    def append(self, c, layout):
+        return self.c.index_copy(-1, layout.at, c)
+
+    def room(self, layout):
+        return self.c if isinstance(layout.query_start, torch.Tensor) else None
+
+
+@pytest.mark.parametrize(("name", "options"), [("cable", {"gain_floor": 0.1}), ("cable-nw", {}), ("k-cable", {})])
+@pytest.mark.parametrize(("start", "padded", "features"), [(0, False, 40), (7, True, 40), (7, False, 1040)])
+def test_one_kernel_makes_the_bias_of_a_new_token(name, options, start, padded, features):
+    torch.manual_seed(0)
+    encoding = ENCODINGS[name](Geometry(features, 5, 8, 32), **options)
+    for parameter in encoding.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    x, c = torch.randn(2, 1, features), torch.rand(2, 5, 12).double().cumsum(-1)
+    mask = torch.ones(2, 12, dtype=torch.bool)
+    mask[0, start] = False
+    found = []
+    for place in (start, torch.tensor(start)):
+        layout = Layout(1, 12, place, x.device, key_mask=mask if padded else None)
+        with torch.no_grad():
+            found.append(encoding.bias(x, layout, _Held(c.clone())))
+    wanted, got = found
+    torch.testing.assert_close(got.c, wanted.c, atol=1e-6, rtol=1e-6)
+    assert torch.equal(got.c[..., start + 1 :], c[..., start + 1 :]) and got.kernel == wanted.kernel
+    assert (got.g is None) == (wanted.g is None)
+    if got.g is not None:
+        torch.testing.assert_close(got.g, wanted.g, atol=1e-6, rtol=1e-6)
+
+
+def test_the_operator_that_makes_it_is_well_behaved():
+    x, weight, bias = torch.randn(2, 1, 16), torch.randn(3, 16), torch.randn(3)
+    operands = (x, weight, bias, weight, bias, torch.zeros(2, 3, 9).double(), torch.tensor(4), None, 0.0)
+    torch.library.opcheck(advance, operands, test_utils=("test_schema", "test_faketensor"))

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from contextlib import nullcontext
 from typing import Any
 
 import torch
+
+TRITON = importlib.util.find_spec("triton") is not None
+
+
+def interpreting() -> bool:
+    """Triton's kernels run on the CPU, slowly: for tests."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def kernels_run_on(device: torch.device) -> bool:
+    return TRITON and (device.type == "cuda" or interpreting())
 
 
 def widest(device: torch.device) -> torch.dtype:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import os
 from functools import cache
 from typing import Any
 
@@ -16,10 +14,9 @@ from cable_attn.attention.call import BLOCK_ELEMENTS, Call
 from cable_attn.attention.operands import masks, potential, rows_of_numbers
 from cable_attn.attention.tiles import INTERPRETED, USES_COLUMNS, Tile, Tiles, generation, tiles_for
 from cable_attn.bias import Bias, FunctionBias, PotentialBias, ToeplitzBias
-from cable_attn.devices import current
+from cable_attn.devices import TRITON, current, interpreting
 
 NAME = "triton"
-INSTALLED = importlib.util.find_spec("triton") is not None
 TOEPLITZ, DENSE = 2, 3
 """A table in place of a potential: what the kernels' KERNEL says then."""
 LARGEST_HEAD = 256
@@ -35,7 +32,7 @@ BOUND_ROWS = 64
 
 def refuses(call: Call) -> str | None:
     q = call.q
-    if not INSTALLED:
+    if not TRITON:
         return "the package triton is not installed (pip install 'cable-attn[triton]')"
     if q.device.type != "cuda" and not interpreting():
         return f"the fused kernels need a GPU, the tensors are on {q.device.type} (TRITON_INTERPRET=1 runs them slowly)"
@@ -81,15 +78,6 @@ def defers(call: Call) -> str | None:
     if call.bias is None and layout.key_mask is None and layout.document_ids is None and layout.window is None:
         return "without a bias or a mask there is nothing to fuse"
     return None
-
-
-def runs_on(device: torch.device) -> bool:
-    """Whether the kernels serve tensors of this device at all."""
-    return INSTALLED and (device.type == "cuda" or interpreting())
-
-
-def interpreting() -> bool:
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def run(call: Call) -> Tensor:

@@ -33,8 +33,11 @@ class PotentialMemory(Protocol):
     def last(self, layout: Layout) -> Tensor | None:
         """The potential of the token before the queries [B, H], if there is one."""
 
-    def append(self, c: Tensor) -> Tensor:
+    def append(self, c: Tensor, layout: Layout) -> Tensor:
         """Store the queries' potential [B, H, Tq] and return that of all keys [B, H, Tk]."""
+
+    def room(self, layout: Layout) -> Tensor | None:
+        """That of all keys [B, H, Tk], to be written in place, if it holds it already and there is one new token."""
 
 
 class Encoding(nn.Module):
@@ -104,7 +107,7 @@ class PotentialEncoding(Encoding):
         initial = memory.last(layout) if memory is not None else None
         c = prefix_sum(steps, starts=layout.query_starts, initial=initial)
         if memory is not None:
-            c = memory.append(c)
+            c = memory.append(c, layout)
         return PotentialBias(c, gain, self.kernel)
 
 

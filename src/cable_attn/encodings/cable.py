@@ -19,10 +19,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from cable_attn.bias import PotentialBias
 from cable_attn.encodings.alibi import slopes
-from cable_attn.encodings.base import Geometry, PotentialEncoding
-from cable_attn.encodings.head_linear import HeadLinear, together
+from cable_attn.encodings.base import Geometry, PotentialEncoding, PotentialMemory
+from cable_attn.encodings.head_linear import HeadLinear, advance, may_advance, together
 from cable_attn.errors import CableError, require_known
+from cable_attn.layout import Layout
 
 INITS = ("paper", "spread")
 
@@ -32,6 +34,22 @@ def _fill(parameter: Tensor, values: Tensor) -> None:
     if not getattr(parameter, "_is_hf_initialized", False):
         with torch.no_grad():
             parameter.copy_(values)
+
+
+def _decoded(
+    encoding: CableNW | Cable, x: Tensor, layout: Layout, memory: PotentialMemory | None
+) -> PotentialBias | None:
+    """The bias of one new token behind a cache of fixed size, if a single kernel can make it."""
+    room = memory.room(layout) if memory is not None else None
+    own = type(encoding) in (CableNW, Cable, KCable)
+    strength = encoding.strength if isinstance(encoding, Cable) else None
+    if room is None or not own or layout.document_ids is not None or not may_advance(x, encoding.step, strength):
+        return None
+    second = (None, None) if strength is None else (strength.weight, strength.bias)
+    floor = encoding.gain_floor if isinstance(encoding, Cable) else 0.0
+    place = layout.query_start
+    gain = advance(x, encoding.step.weight, encoding.step.bias, *second, room, place, layout.key_mask, floor)
+    return PotentialBias(room, None if strength is None else gain, encoding.kernel)
 
 
 class CableNW(PotentialEncoding):
@@ -57,6 +75,9 @@ class CableNW(PotentialEncoding):
 
     def steps(self, x: Tensor) -> Tensor:
         return self.step(x).relu()
+
+    def bias(self, x: Tensor, layout: Layout, memory: PotentialMemory | None = None) -> PotentialBias:
+        return _decoded(self, x, layout, memory) or super().bias(x, layout, memory)
 
 
 class Cable(PotentialEncoding):
@@ -89,6 +110,9 @@ class Cable(PotentialEncoding):
 
     def gain(self, x: Tensor) -> Tensor:
         return nn.functional.softplus(self.strength(x)) + self.gain_floor
+
+    def bias(self, x: Tensor, layout: Layout, memory: PotentialMemory | None = None) -> PotentialBias:
+        return _decoded(self, x, layout, memory) or super().bias(x, layout, memory)
 
     def steps_and_gain(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         if type(self).steps is not Cable.steps or type(self).gain is not Cable.gain:

@@ -53,6 +53,30 @@ def gradients(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return dx, parts.sum(0)
 
 
+def advanced(
+    x: Tensor,
+    step: Tensor,
+    step_bias: Tensor,
+    strength: Tensor | None,
+    strength_bias: Tensor | None,
+    c: Tensor,
+    start: Tensor,
+    key_mask: Tensor | None,
+    floor: float,
+) -> Tensor:
+    batch, _, features = x.shape
+    heads = step.shape[0]
+    gain = torch.empty(batch, heads, 1, device=x.device, dtype=torch.float32)
+    # A pointer that is never read stands in for what is absent.
+    _advance[(heads, batch)](
+        x.contiguous(), step, step_bias, step if strength is None else strength,
+        step_bias if strength_bias is None else strength_bias, c, start, x if key_mask is None else key_mask, gain,
+        *c.stride(), heads, features, c.shape[2], floor, GAIN=strength is not None, PADDED=key_mask is not None,
+        BC=min(triton.next_power_of_2(features), 1024), num_warps=4,
+    )  # fmt: skip
+    return gain
+
+
 def _padded(outputs: int) -> int:
     return max(16, triton.next_power_of_2(outputs))
 
@@ -143,3 +167,30 @@ def _gradient_of_weight(DY, X, PARTS, tokens, length, features, outputs, CHUNK_T
         dw = tl.dot(d2, x, dw)
     place = PARTS + (tl.program_id(1) * outputs + n).to(tl.int64)[:, None] * features + c[None, :]
     tl.store(place, dw, mask=(n[:, None] < outputs) & (c[None, :] < features))
+
+
+@triton.jit
+def _advance(X, W, BIAS, WG, BIASG, C, START, KMASK, GAINS, scb, sch, sct, heads, features, Tk, floor,
+             GAIN: tl.constexpr, PADDED: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+    """The step, the potential and the gain of one head of one new token."""
+    h = tl.program_id(0)
+    b = tl.program_id(1)
+    step = tl.zeros([BC], tl.float32)
+    strength = tl.zeros([BC], tl.float32)
+    for first in range(0, features, BC):
+        c = first + tl.arange(0, BC)
+        x = tl.load(X + b * features + c, mask=c < features, other=0.0).to(tl.float32)
+        step += x * tl.load(W + h * features + c, mask=c < features, other=0.0).to(tl.float32)
+        if GAIN:
+            strength += x * tl.load(WG + h * features + c, mask=c < features, other=0.0).to(tl.float32)
+    added = tl.maximum(tl.sum(step, 0) + tl.load(BIAS + h).to(tl.float32), 0.0)
+    start = tl.load(START).to(tl.int64)
+    if PADDED:
+        added = tl.where(tl.load(KMASK + b.to(tl.int64) * Tk + start) != 0, added, 0.0)
+    place = C + b.to(tl.int64) * scb + h.to(tl.int64) * sch + start * sct
+    before = tl.load(place - sct, mask=start > 0, other=0.0)
+    tl.store(place, before + added.to(before.dtype))
+    if GAIN:
+        s = tl.sum(strength, 0) + tl.load(BIASG + h).to(tl.float32)
+        gain = tl.maximum(s, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(s)))
+        tl.store(GAINS + b * heads + h, gain + floor)

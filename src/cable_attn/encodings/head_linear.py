@@ -7,17 +7,14 @@ in fp32 and at the speed of memory.
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cable_attn.devices import current
+from cable_attn.devices import TRITON, current, kernels_run_on
 from cable_attn.encodings.base import Geometry, at_least_float32
 from cable_attn.errors import CableError
-
-TRITON = importlib.util.find_spec("triton") is not None
 
 
 class HeadLinear(nn.Linear):
@@ -110,3 +107,34 @@ project.register_autograd(
     lambda ctx, grad: _project_backward(grad, *ctx.saved_tensors),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 )
+
+
+def may_advance(x: Tensor, *layers: nn.Module | None) -> bool:
+    """Whether :func:`advance` can stand in for these layers."""
+    plain = all(layer is None or _is_plain(layer) for layer in layers)
+    return plain and not torch.is_grad_enabled() and kernels_run_on(x.device) and x.dtype != torch.float64
+
+
+@torch.library.custom_op("cable_attn::advance", mutates_args=("c",))
+def advance(
+    x: Tensor,
+    step: Tensor,
+    step_bias: Tensor,
+    strength: Tensor | None,
+    strength_bias: Tensor | None,
+    c: Tensor,
+    start: Tensor,
+    key_mask: Tensor | None,
+    floor: float,
+) -> Tensor:
+    """One new token x [B, 1, C] at place ``start`` of the stored potential c [B, H, Tk], which is written there; the
+    gain [B, H, 1]. A single kernel: while decoding, each one counts."""
+    from cable_attn.encodings import head_kernels
+
+    with current(x.device):
+        return head_kernels.advanced(x, step, step_bias, strength, strength_bias, c, start, key_mask, floor)
+
+
+@advance.register_fake
+def _(x, step, step_bias, strength, strength_bias, c, start, key_mask, floor):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape[0], step.shape[0], 1, dtype=torch.float32)

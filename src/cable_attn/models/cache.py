@@ -33,11 +33,22 @@ class CachedPotential:
         before = (layout.query_start - 1).clamp(min=0).reshape(1)
         return c.index_select(-1, before).squeeze(-1) * (layout.query_start > 0)
 
-    def append(self, c: Tensor) -> Tensor:
+    def append(self, c: Tensor, layout: Layout) -> Tensor:
         while len(self.cache.layers) <= self.slot:
             self.cache.layers.append(_blank_copy(self.cache.layers[self.layer]))
+        layer: Any = self.cache.layers[self.slot]
+        if isinstance(layer, StaticLayer) and layer.is_initialized:  # where the queries stand, not where it counts to
+            held: Tensor = layer.keys  # type: ignore[assignment]
+            held.index_copy_(2, layout.at, c.unsqueeze(-1))
+            return held.squeeze(-1)
         keys, _ = self.cache.update(c.unsqueeze(-1), c.new_empty(*c.shape, 0), self.slot)
         return keys.squeeze(-1)
+
+    def room(self, layout: Layout) -> Tensor | None:
+        layer: Any = self.cache.layers[self.slot] if self.slot < len(self.cache.layers) else None
+        if layout.query_length > 1 or not isinstance(layout.query_start, Tensor) or layer is None:
+            return None
+        return layer.keys.squeeze(-1) if layer.is_initialized else None
 
 
 def cached_summaries(
@@ -57,6 +68,9 @@ def cached_summaries(
     if fresh:
         layer.dtype, layer.device, layer.is_initialized = k.dtype, k.device, True
         layer.keys, layer.values = blank_summaries(k, k.shape[2])
+        if not torch.compiler.is_compiling():  # as transformers does, or there would be no CUDA graphs
+            torch._dynamo.mark_static_address(layer.keys)
+            torch._dynamo.mark_static_address(layer.values)
     elif layer.keys.shape[2] < blocks:  # twice the room, so that it is seldom copied
         old = layer.keys, layer.values
         layer.keys, layer.values = blank_summaries(k, 2 * k.shape[2])

@@ -12,8 +12,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 
-from cable_attn.attention import BACKENDS, attend, attention_weights, fused, make_call
+from cable_attn.attention import BACKENDS, attend, attention_weights, make_call
 from cable_attn.attention.call import Call
+from cable_attn.devices import kernels_run_on
 from cable_attn.encodings import ENCODINGS, Encoding, Geometry, find_encoding
 from cable_attn.encodings.base import PotentialEncoding
 from cable_attn.errors import CableError, require_known, unknown
@@ -172,7 +173,7 @@ class SelfAttention(nn.Module):
         dropout = self.config.attention_dropout if self.training else 0.0
         together = qkv if cache is None and type(encoding).rotate is Encoding.rotate else None
         bias = encoding.bias(x, layout, memory)
-        if memory is not None and prune is not None and fused.runs_on(k.device):
+        if memory is not None and prune is not None and kernels_run_on(k.device):
             summaries = cached_summaries(memory, k, layout, behind_potentials=isinstance(encoding, PotentialEncoding))
         return make_call(
             q,
