@@ -7,9 +7,12 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -318,3 +321,45 @@ def test_the_decoding_benchmark_measures_nothing_that_is_wrong(checkpoint, tmp_p
     assert not (tmp_path / "rows").exists()
     done = CliRunner().invoke(app, ["bench", "decode", "ropes", *options])
     assert "Did you mean 'rope'?" in str(done.exception)
+
+
+def test_serve_speaks_openais_language(checkpoint):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "cable_attn", "serve", str(checkpoint), "--port", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        told = _ask(
+            server, port, {"model": str(checkpoint), "prompt": "It is a truth", "max_tokens": 8, "temperature": 0}
+        )
+    finally:
+        server.terminate()
+        server.wait(30)
+    model, tokenizer = load_causal_lm(checkpoint)
+    ids = tokenizer("It is a truth", return_tensors="pt")["input_ids"]
+    wanted = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
+    assert told["choices"][0]["text"] == tokenizer.decode(wanted, skip_special_tokens=True)
+    assert told["usage"]["completion_tokens"] == 8
+
+
+def _ask(server, port, body):
+    """Once the server is there."""
+    request = urllib.request.Request(f"http://localhost:{port}/v1/completions", json.dumps(body).encode())
+    request.add_header("Content-Type", "application/json")
+    for _ in range(240):
+        if server.poll() is not None:
+            raise AssertionError(server.stdout.read())
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            raise AssertionError(error.read().decode()) from error
+        except OSError:
+            time.sleep(0.5)
+    raise AssertionError("no answer")
+
+
+def test_serve_says_what_is_missing(tmp_path):
+    done = CliRunner().invoke(app, ["serve", str(tmp_path)])
+    assert done.exit_code != 0 and "has no config.json" in str(done.exception)

@@ -1,4 +1,4 @@
-"""``cable generate``: text from a checkpoint, as it comes."""
+"""``cable generate`` and ``cable serve``: text from a checkpoint, as it comes."""
 
 from __future__ import annotations
 
@@ -68,6 +68,39 @@ def generate(
         pad_token_id=tokenizer.pad_token_id or 0, **sampling, **chunk,
     )  # fmt: skip
     Console(stderr=True).print(stream.told(ids.shape[1]), highlight=False)
+
+
+def serve(
+    checkpoint: Annotated[str, typer.Argument(help="A run folder, or any Hugging Face causal LM on disk or hub.")],
+    host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 for the whole network.")] = "localhost",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="The port to listen at.")] = 8000,
+) -> None:
+    """Serve a model to OpenAI's clients, with the server of transformers. Ctrl-C ends it.
+
+    ```
+    cable serve runs/demo/cable-0
+    curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\
+      -d '{"model": "runs/demo/cable-0", "prompt": "It is a truth", "max_tokens": 50}'
+    ```
+    """
+    import transformers
+    from transformers.utils.import_utils import is_serve_available
+
+    from cable_attn.models import CableGPTForCausalLM
+    from cable_attn.models.loading import checkpoint_folder
+
+    if not is_serve_available():
+        raise CableError("cable serve needs a few more packages: pip install 'cable-attn[serve]'.")
+    from transformers.cli.serve import Serve
+
+    folder = checkpoint_folder(checkpoint)
+    for name in ("config.json", "tokenizer.json"):
+        if not (folder / name).is_file():
+            raise CableError(f"{checkpoint!r} has no {name}: give the folder of a finished run, or a model of the hub.")
+    # The server looks for a model's class among those of transformers; no code comes from the checkpoint.
+    setattr(transformers, CableGPTForCausalLM.__name__, CableGPTForCausalLM)
+    Console(stderr=True).print(f"{checkpoint} at http://{host}:{port}/v1/completions", highlight=False)
+    Serve(force_model=str(folder), host=host, port=port, log_level="error")
 
 
 def _set_pruning(model: Any, epsilon: float) -> None:
