@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import DynamicCache
 
 from cable_attn import CableError, CableGPTForCausalLM, PotentialBias, attention
 from cable_attn.attention import decoding, fused, make_call, pruning
@@ -496,3 +497,20 @@ def test_a_model_decodes_on_the_kernel_what_the_reference_says(cache, encoding, 
         model.config.attention_backend, model.config.attention_prune = backend, prune
         said.append(model.generate(text, **options))
     assert all(torch.equal(said[0], other) for other in said[1:])
+
+
+def test_a_pruned_cache_may_be_cropped():
+    """As assisted decoding does; blocks that grow anew hold other keys."""
+    sizes = {"num_attention_heads": 2, "num_hidden_layers": 1, "attention_prune": 1e-4, "attention_backend": "triton"}
+    model = stir(CableGPTForCausalLM(small_gpt("cable", **sizes))).eval()
+    first, second = torch.randint(1, 97, (1, 330)), torch.randint(1, 97, (1, 330))
+    text = torch.cat([first[:, :180], second], 1)[:, :326]
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(first, past_key_values=cache)
+        cache.crop(-150)
+        for piece in (text[:, 180:320], text[:, 320:325], text[:, 325:]):
+            got = model(piece, past_key_values=cache).logits[:, -1]
+        model.config.attention_backend = "reference"
+        wanted = model(text, use_cache=False).logits[:, -1]
+    torch.testing.assert_close(got, wanted, atol=1e-3, rtol=0)

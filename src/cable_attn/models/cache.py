@@ -57,25 +57,21 @@ def cached_summaries(
     """Of all complete blocks of the cached keys ``k``, for pruning; those that the new keys complete are added.
 
     They are the keys and values of yet another cache layer, number 2 L + l (L + l for an encoding that keeps no
-    potential), so that they are reordered and repeated with the rest. Cropping leaves them alone: of a block that
-    grows anew they are written anew.
+    potential), so that they are reordered and repeated with the rest. Cropping may shorten them, never change one: of
+    a block that grows anew they are written anew, and all of them when there is no room for all.
     """
     cache, slot = memory.cache, memory.slot + (memory.slot - memory.layer if behind_potentials else 0)
     while len(cache.layers) <= slot:
         cache.layers.append(_blank_copy(cache.layers[memory.layer]))
     layer: Any = cache.layers[slot]
-    fresh, blocks = not layer.is_initialized, k.shape[2] // KEY_BLOCK
+    fresh = not layer.is_initialized or layer.keys.shape[2] < k.shape[2] // KEY_BLOCK
     if fresh:
         layer.dtype, layer.device, layer.is_initialized = k.dtype, k.device, True
-        layer.keys, layer.values = blank_summaries(k, k.shape[2])
+        grows = not isinstance(layer, StaticLayer)
+        layer.keys, layer.values = blank_summaries(k, 2 * k.shape[2] if grows else k.shape[2])
         if not torch.compiler.is_compiling():  # as transformers does, or there would be no CUDA graphs
             torch._dynamo.mark_static_address(layer.keys)
             torch._dynamo.mark_static_address(layer.values)
-    elif layer.keys.shape[2] < blocks:  # twice the room, so that it is seldom copied
-        old = layer.keys, layer.values
-        layer.keys, layer.values = blank_summaries(k, 2 * k.shape[2])
-        for new, before in zip((layer.keys, layer.values), old):
-            new[:, :, : before.shape[2]] = before
     start = layout.query_start
     unknown = start if isinstance(start, Tensor) else None
     place = start if isinstance(start, int) else 0
