@@ -107,7 +107,7 @@ def jobs(generation: int) -> list[tuple]:
         flags |= {"GROUP": 4, "SPLITS": 32, "WIDTH": 16, "NEAR_KEYS": pruning.NEAR, "SLACK_FACTOR": 1.001}
         stages = Tile(64, 64, 4, 2 if dim > 128 else 3)
         for one, pruned in [(False, False), (True, False), (False, True), (True, True)]:
-            variant = {**flags, "ONE": one, "KNOWN": pruned, "PRUNED": pruned, "BM": 1 if one else 64}
+            variant = {**flags, "ONE": one, "KNOWN": pruned, "PRUNED": pruned, "BM": 1 if one else 32}
             todo.append((decode_kernels.part, stages, variant, "bf16", generation))
         todo.append((decode_kernels.together, stages, flags, "bf16", generation))
     flags = {**CABLE, **PLAIN, "D": 64, "BD": 64, "PRECISION": "tf32", "BM": 64, "BN": 64}

@@ -22,7 +22,7 @@ from cable_attn.attention.operands import masks, potential, rows_of_numbers
 from cable_attn.bias import Index, PotentialBias
 from cable_attn.devices import current
 
-ROWS = 64
+ROWS = 32
 """How many queries of one key head the kernel takes: those of all query heads that share it."""
 KEY_BLOCK = 64
 MOST_SPLITS = 128
