@@ -291,6 +291,8 @@ def test_generate_streams_what_the_model_says(checkpoint, options):
     [
         ([], "--prompt or with --file"),
         (["--prompt", "a", "--cache", "paged"], "unknown cache 'paged'"),
+        (["--prompt", "a", "--cache", "static", "--evict", "0.01"], "--evict needs a dynamic cache"),
+        (["--prompt", "a", "--evict", "0.01"], "gain_floor above 0"),
         (["--file", "/nowhere/at-all"], "cannot read '/nowhere/at-all'"),
     ],
 )

@@ -33,6 +33,7 @@ from cable_attn import (
     CableGPTConfig,
     CableGPTForCausalLM,
     CableGPTModel,
+    ForgettingCache,
     from_bert,
     from_gpt2,
 )
@@ -409,3 +410,86 @@ def test_a_corrupt_checkpoint_is_one_clear_error(how, tmp_path):
     with pytest.raises(CableError, match="checkpoint") as error:
         load_causal_lm(tmp_path)
     assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
+
+
+def forgetful(encoding="cable", **fields):
+    options = {"gain_floor": 2.0} if encoding == "cable" else {}
+    model = gpt(encoding, qk_norm=True, encoding_options=options, num_hidden_layers=2, **fields)
+    for block in model.transformer.h:
+        for norm in block.attn.norms:
+            torch.nn.init.constant_(norm.weight, 1.2)
+        if encoding in ("cable", "cable-nw"):
+            torch.nn.init.constant_(block.attn.encoding.step.bias, 1.0)
+    return model
+
+
+@pytest.mark.parametrize("encoding", ["cable", "cable-nw", "fox", "alibi"])
+def test_a_forgetting_cache_stops_growing_and_says_the_same(encoding):
+    model, text = forgetful(encoding), torch.randint(1, 97, (2, 700), generator=torch.Generator().manual_seed(0))
+    epsilon = 1e-3
+    cache, held = ForgettingCache(model, epsilon), []
+    with torch.no_grad():
+        wanted = model(text, use_cache=False).logits
+        pieces = [text[:, :130], *text[:, 130:].split(19, 1)]
+        got = []
+        for piece in pieces:
+            got.append(model(piece, past_key_values=cache).logits)
+            held.append(max(layer.keys.shape[2] for layer in cache.layers[:2]))
+    assert cache.get_seq_length() == 700
+    if encoding != "alibi":  # whose smallest slope reaches further than this text
+        assert max(held) < 350 and max(held[-10:]) <= max(held[:-10])
+    assert (torch.cat(got, 1) - wanted).abs().max() < 20 * epsilon
+    options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    said = model.generate(text, past_key_values=ForgettingCache(model, epsilon), **options)
+    assert torch.equal(said, model.generate(text, use_cache=False, **options))
+
+
+def test_forgetting_bounds_what_is_lost():
+    """Every weight that a later token could have given to what is dropped adds up to less than ε."""
+    model, text = forgetful("cable"), torch.randint(1, 97, (1, 600), generator=torch.Generator().manual_seed(3))
+    cache = ForgettingCache(model, 1e-3)
+    with torch.no_grad():
+        model(text[:, :500], past_key_values=cache)
+        model(text[:, 500:501], past_key_values=cache)
+        gone = [layer.gone for layer in cache.layers[:2]]
+        assert min(gone) > 100
+        attentions = model(text, use_cache=False, output_attentions=True).attentions
+    for dropped, weights in zip(gone, attentions):
+        assert weights[:, :, 501:, :dropped].sum(-1).max() < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("encoding", "fields", "words"),
+    [
+        ("cable", {"encoding_options": {}}, "gain_floor above 0"),
+        ("rope", {}, "'rope' may let a later token feel any distance"),
+        ("k-cable", {}, "'k-cable' may let a later token feel any distance"),
+        ("cable-nw", {"qk_norm": False}, "qk_norm"),
+        ("cable-nw", {"attention_prune": 1e-3}, "attention_prune"),
+    ],
+)
+def test_a_cache_that_may_not_forget_says_why(encoding, fields, words):
+    with pytest.raises(CableError, match=words):
+        ForgettingCache(gpt(encoding, **{"qk_norm": True, **fields}))
+
+
+def test_a_forgetting_cache_knows_its_limits():
+    model = forgetful("cable-nw")
+    with pytest.raises(CableError, match="epsilon must lie between 0 and 1"):
+        ForgettingCache(model, 0.0)
+    cache = ForgettingCache(model, most_tokens=7)
+    model(TEXT, past_key_values=cache)
+    with pytest.raises(CableError, match="made for 7 tokens"):
+        model(TEXT, past_key_values=cache)
+    with pytest.raises(CableError, match="cannot go back"):
+        cache.crop(-2)
+
+
+def test_normalised_queries_and_keys_are_saved_and_bounded(tmp_path):
+    model = gpt("cable", qk_norm=True)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(again(TEXT).logits, model(TEXT).logits)
+    for call, block in zip(layer_calls(model, TEXT), model.transformer.h):
+        most = call.q.shape[-1] * torch.stack([norm.weight.abs().max() for norm in block.attn.norms]).prod()
+        assert (call.q @ call.k.mT).abs().max() <= most * 1.0001

@@ -15,6 +15,7 @@ from cable_attn.models import (
     CableGPTConfig,
     CableGPTForCausalLM,
     CableGPTModel,
+    ForgettingCache,
     from_bert,
     from_gpt2,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "CableGPTForCausalLM",
     "CableGPTModel",
     "Encoding",
+    "ForgettingCache",
     "PotentialBias",
     "__version__",
     "attention",

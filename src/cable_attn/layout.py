@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -72,6 +72,16 @@ class Layout:
             real = torch.ones_like(self._starts)
         counted = prefix_sum(real.unsqueeze(1).float(), starts=self._starts).squeeze(1).long()
         return (counted - 1).clamp(min=0)[:, self.at]
+
+    def of_last_keys(self, count: int) -> Layout:
+        """The same queries against the last ``count`` keys only: those before have been forgotten."""
+        gone = self.key_length - count
+        if not gone:
+            return self
+        key_mask = None if self.key_mask is None else self.key_mask[:, gone:]
+        document_ids = None if self.document_ids is None else self.document_ids[:, gone:]
+        start = self.query_start - gone
+        return replace(self, key_length=count, query_start=start, key_mask=key_mask, document_ids=document_ids)
 
     def visible(self, i: Tensor, j: Tensor) -> Tensor:
         """Which of the keys ``j`` [m] each of the queries ``i`` [n] sees: bool [B or 1, 1, n, m]."""

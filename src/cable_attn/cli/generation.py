@@ -32,6 +32,10 @@ def generate(
     prune: Annotated[
         float, typer.Option(min=0, max=0.5, help="Skip keys that provably weigh less than this in all; 0: none.")
     ] = 0.0,
+    evict: Annotated[
+        float,
+        typer.Option(min=0, max=0.5, help="Forget keys that no later token can feel, up to this weight; 0: none."),
+    ] = 0.0,
 ) -> None:
     """Go on with a text. It streams to standard output; its speed goes to standard error.
 
@@ -62,10 +66,13 @@ def generate(
         sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p}
     set_seed(seed)
     stream = _stream(tokenizer)
+    held: dict[str, Any] = {"cache_implementation": cache}
+    if evict:
+        held = {"past_key_values": _forgetting(model, evict, cache, ids.shape[1] + tokens)}
     chunk = {"prefill_chunk_size": prefill} if 0 < prefill < ids.shape[1] else {}
     model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, cache_implementation=cache, streamer=stream,
-        pad_token_id=tokenizer.pad_token_id or 0, **sampling, **chunk,
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, streamer=stream,
+        pad_token_id=tokenizer.pad_token_id or 0, **held, **sampling, **chunk,
     )  # fmt: skip
     Console(stderr=True).print(stream.told(ids.shape[1]), highlight=False)
 
@@ -110,6 +117,14 @@ def _set_pruning(model: Any, epsilon: float) -> None:
         raise CableError(f"--prune works on models of this package, and this is a {type(model).__name__}.")
     model.config.attention_prune = epsilon
     model.config.check()
+
+
+def _forgetting(model: Any, epsilon: float, cache: str, most_tokens: int) -> Any:
+    from cable_attn.models.cache import ForgettingCache
+
+    if cache == "static":
+        raise CableError("--evict needs a dynamic cache: one of fixed size would not shrink.")
+    return ForgettingCache(model, epsilon, most_tokens + 1)
 
 
 def _prompt(prompt: str, file: Path | None) -> str:

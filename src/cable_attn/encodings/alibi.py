@@ -31,6 +31,9 @@ class Alibi(Encoding):
     per_layer = False
     prunable = True
 
+    def least_gain(self) -> Tensor:
+        return slopes(self.geometry.num_heads, torch.device("cpu"))
+
     def bias(self, x: Tensor, layout: Layout, memory: PotentialMemory | None = None) -> PotentialBias:
         c = torch.arange(layout.key_length, device=x.device, dtype=torch.float32)
         return PotentialBias(c[None, None], slopes(self.geometry.num_heads, x.device)[None, :, None])

@@ -75,6 +75,10 @@ class Encoding(nn.Module):
         """What is added to the scores. ``x`` [B, Tq, C] is what the layer's attention reads."""
         return None
 
+    def least_gain(self) -> Tensor | None:
+        """What a unit of potential takes from any token's scores at least [H]; ``None``: it may be nothing."""
+        return None
+
     def reset_parameters(self) -> None:
         """Initialise what is the encoding's own; its sub-modules initialise themselves."""
 

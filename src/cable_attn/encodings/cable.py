@@ -73,6 +73,9 @@ class CableNW(PotentialEncoding):
             _fill(self.step.weight, self.step.weight * slope[:, None])
             _fill(self.step.bias, slope)
 
+    def least_gain(self) -> Tensor:
+        return torch.ones(self.geometry.num_heads)
+
     def steps(self, x: Tensor) -> Tensor:
         return self.step(x).relu()
 
@@ -107,6 +110,9 @@ class Cable(PotentialEncoding):
 
     def steps(self, x: Tensor) -> Tensor:
         return self.step(x).relu()
+
+    def least_gain(self) -> Tensor | None:
+        return torch.full((self.geometry.num_heads,), self.gain_floor) if self.gain_floor else None
 
     def gain(self, x: Tensor) -> Tensor:
         return nn.functional.softplus(self.strength(x)) + self.gain_floor

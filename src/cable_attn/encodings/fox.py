@@ -7,6 +7,7 @@ that is, the attention to a key is multiplied by every forget gate between it an
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from cable_attn.encodings.base import Geometry, PotentialEncoding
@@ -21,6 +22,9 @@ class Fox(PotentialEncoding):
     def __init__(self, geometry: Geometry):
         super().__init__(geometry)
         self.forget = HeadLinear(geometry)
+
+    def least_gain(self) -> Tensor:
+        return torch.ones(self.geometry.num_heads)
 
     def steps(self, x: Tensor) -> Tensor:
         return -nn.functional.logsigmoid(self.forget(x))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from cable_attn.models.bert import CableBertConfig, CableBertForMaskedLM, CableBertModel
+from cable_attn.models.cache import ForgettingCache
 from cable_attn.models.convert import from_bert, from_gpt2
 from cable_attn.models.gpt import CableGPTConfig, CableGPTForCausalLM, CableGPTModel
 
@@ -22,6 +23,7 @@ __all__ = [
     "CableGPTConfig",
     "CableGPTForCausalLM",
     "CableGPTModel",
+    "ForgettingCache",
     "from_bert",
     "from_gpt2",
 ]

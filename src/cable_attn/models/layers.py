@@ -19,7 +19,7 @@ from cable_attn.encodings import ENCODINGS, Encoding, Geometry, find_encoding
 from cable_attn.encodings.base import PotentialEncoding
 from cable_attn.errors import CableError, require_known, unknown
 from cable_attn.layout import Layout
-from cable_attn.models.cache import CachedPotential, cached_summaries
+from cable_attn.models.cache import CachedPotential, ForgettingCache, cached_summaries
 
 
 class EncodedConfig(PreTrainedConfig):
@@ -27,6 +27,7 @@ class EncodedConfig(PreTrainedConfig):
 
     encoding: a name in ``ENCODINGS``; encoding_options: its options, see ``cable encodings``.
     attention_backend: ``auto`` or one of ``BACKENDS``. attention_window: a sliding window in all layers.
+    qk_norm: queries and keys are normalised (RMS, with a learned weight), which bounds the scores.
     attention_prune: ε, permission to skip, outside training, keys that provably carry less than ε of a row's weight.
     """
 
@@ -45,6 +46,7 @@ class EncodedConfig(PreTrainedConfig):
     attention_backend: str = "auto"
     attention_window: int | None = None
     attention_prune: float | None = None
+    qk_norm: bool = False
     attention_dropout: float | int = 0.0
     hidden_dropout: float | int = 0.0
     hidden_act: str = "gelu_pytorch_tanh"
@@ -141,6 +143,9 @@ class SelfAttention(nn.Module):
         self.head_dim = config.hidden_size // config.num_attention_heads
         self.qkv = nn.Linear(config.hidden_size, (self.heads + 2 * self.key_heads) * self.head_dim)
         self.out = nn.Linear(config.hidden_size, config.hidden_size)
+        self.norms: nn.ModuleList | None = None
+        if config.qk_norm:
+            self.norms = nn.ModuleList(nn.RMSNorm(self.head_dim, eps=config.layer_norm_eps) for _ in ("q", "k"))
         self.encoding = config.make_encoding(for_all_layers=False)
 
     def forward(
@@ -165,13 +170,19 @@ class SelfAttention(nn.Module):
         assert encoding is not None
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q, k, v = qkv.split([self.heads, self.key_heads, self.key_heads], dim=1)
+        if self.norms is not None:
+            q, k = (norm(x.to(norm.weight.dtype)).to(v.dtype) for norm, x in zip(self.norms, (q, k)))
         q, k = encoding.rotate(q, k, layout)
         memory, prune, summaries = None, None if self.training else self.config.attention_prune, None
         if cache is not None:
+            if isinstance(cache, ForgettingCache):
+                cache.forget(self.layer)
             k, v = cache.update(k, v, self.layer)
+            layout = layout.of_last_keys(k.shape[2])
             memory = CachedPotential(cache, self.layer, self.config.num_hidden_layers)
         dropout = self.config.attention_dropout if self.training else 0.0
-        together = qkv if cache is None and type(encoding).rotate is Encoding.rotate else None
+        untouched = self.norms is None and type(encoding).rotate is Encoding.rotate
+        together = qkv if cache is None and untouched else None
         bias = encoding.bias(x, layout, memory)
         if memory is not None and prune is not None and kernels_run_on(k.device):
             summaries = cached_summaries(memory, k, layout, behind_potentials=isinstance(encoding, PotentialEncoding))
