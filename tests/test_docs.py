@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,26 @@ def test_the_benchmark_report_is_made_from_the_stored_rows(tmp_path):
     text = page.read_text()
     assert text.startswith("before\n<!-- attention -->\n| B,H,T,D | cable |") and text.endswith("<!-- end -->\nafter\n")
     assert all((tmp_path / f"attention.{kind}").stat().st_size > 1000 for kind in ("png", "svg"))
+
+
+def test_the_generation_tables_and_figure_are_made_from_rows(tmp_path):
+    results = tmp_path / "results"
+    shutil.copytree(ROOT / "benchmarks/results", results)
+    for kind, key in (("decode", "tokens_per_second"), ("prefill", "seconds_to_first_token")):
+        rows = [
+            {"model": model, "batch": 1, "length": length, key: value, "ms": 1e3 / value, "peak_mib": 512}
+            for model, value in (("rope", 4.0), ("cable, pruned", 5.0))
+            for length in (1024, 65536)
+        ]
+        rows.append({"model": "t5", "batch": 1, "length": 65536, "error": "out of memory"})
+        (results / f"{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = tmp_path / "generation.md"
+    page.write_text("<!-- decode -->\n<!-- end -->\n<!-- prefill -->\n<!-- end -->\n")
+    result = CliRunner().invoke(app, ["bench", "report", "--docs", str(tmp_path), "--results", str(results)])
+    assert result.exit_code == 0, result.output
+    assert "| cable, pruned | 1 | 5 (1.25), 0.5 GiB | 5 (1.25), 0.5 GiB |" in page.read_text()
+    assert "| cable, pruned | 1 | 5.000 s (0.80), 0.5 GiB |" in page.read_text()
+    assert (tmp_path / "generation.png").stat().st_size > 1000
 
 
 def test_the_reproduction_page_lists_every_study_with_its_cost():

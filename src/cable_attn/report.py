@@ -102,6 +102,26 @@ def training_figure(rows: list[dict[str, Any]], stem: Path) -> list[Path]:
     return save(figure, stem)
 
 
+def generation_figure(decode: list[dict[str, Any]], prefill: list[dict[str, Any]], stem: Path) -> list[Path]:
+    """One text at a time: milliseconds a token and seconds to the first one against the length, as PNG, SVG and PDF."""
+    figure, panels = pyplot().subplots(1, 2, figsize=(9.6, 4), layout="constrained")
+    kinds = ((decode, "ms", "milliseconds a token"), (prefill, "seconds_to_first_token", "seconds to the first token"))
+    names = list(dict.fromkeys(row["model"] for row in [*decode, *prefill]))
+    for axes, (rows, key, label) in zip(panels, kinds):
+        for n, name in enumerate(names):
+            own = [row for row in rows if row["model"] == name and row["batch"] == 1 and "error" not in row]
+            style = {"color": COLOURS[n % len(COLOURS)], "marker": MARKERS[n % len(MARKERS)], "linewidth": 1.5}
+            axes.plot([row["length"] for row in own], [row[key] for row in own], label=name, **style)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel("tokens of the prompt")
+        axes.set_ylabel(label)
+        axes.grid(axis="y", color="0.92")
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(*panels[0].get_legend_handles_labels(), frameon=False, loc="outside right upper")
+    return save(figure, stem)
+
+
 def passkey_figure(rows: list[dict[str, Any]], stem: Path) -> list[Path]:
     """The share found over length and depth, as a heat map with its numbers, as PNG, SVG and PDF."""
     rows = [row for row in rows if "error" not in row]

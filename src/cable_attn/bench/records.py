@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -106,11 +107,43 @@ def _training_cell(row: dict[str, Any] | None, rope: dict[str, Any] | None) -> s
     return cell
 
 
+def decode_markdown(rows: list[dict[str, Any]]) -> str:
+    """Tokens per second, over RoPE's, and peak memory at each length of the prompt."""
+    return _by_length(rows, "tokens_per_second", "{:,.0f}", lambda ours, ropes: ours / ropes)
+
+
+def prefill_markdown(rows: list[dict[str, Any]]) -> str:
+    """Seconds to the first token, RoPE's over them, and peak memory at each length of the prompt."""
+    return _by_length(rows, "seconds_to_first_token", "{:.3f} s", lambda ours, ropes: ropes / ours)
+
+
+def _by_length(rows: list[dict[str, Any]], key: str, shape: str, faster: Callable[[float, float], float]) -> str:
+    rows = [row for row in latest(rows) if "error" not in row]
+    lengths = sorted({row["length"] for row in rows})
+    lines = ["| model | texts | " + " | ".join(f"{length:,}" for length in lengths) + " |"]
+    lines.append("|---" * (len(lengths) + 2) + "|")
+    found = {(row["model"], row["batch"], row["length"]): row for row in rows}
+    for model, batch in dict.fromkeys((row["model"], row["batch"]) for row in rows):
+        cells = []
+        for length in lengths:
+            row, rope = found.get((model, batch, length)), found.get(("rope", batch, length))
+            cell = "–" if row is None else shape.format(row[key])
+            if row is not None and rope is not None:
+                cell += f" ({faster(row[key], rope[key]):.2f})"
+            if row is not None and row.get("peak_mib"):
+                cell += f", {row['peak_mib'] / 1024:.1f} GiB"
+            cells.append(cell)
+        lines.append(f"| {model} | {batch} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 TABLES = {
     "attention": attention_markdown,
     "pruning": pruning_markdown,
     "tuning": tuning_markdown,
     "training": training_markdown,
+    "decode": decode_markdown,
+    "prefill": prefill_markdown,
 }
 
 

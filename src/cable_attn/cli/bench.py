@@ -207,19 +207,24 @@ def bench_report(
     results: Annotated[Path, typer.Option(help="Folder of the JSONL files.")] = Path("benchmarks/results"),
     docs: Annotated[Path, typer.Option(help="Folder of the documents whose tables are made anew.")] = Path("docs"),
 ) -> None:
-    """Make the tables and figures of docs/kernels.md and docs/training.md from the stored measurements."""
+    """Make the tables and figures of the documents (kernels, training, generation) from the stored measurements."""
     from cable_attn.bench import records
     from cable_attn.files import write_atomically
-    from cable_attn.report import speed_figure, training_figure
+    from cable_attn.report import generation_figure, speed_figure, training_figure
 
     written = []
-    for page in (docs / "kernels.md", docs / "training.md"):
+    pages = (docs / name for name in ("kernels.md", "training.md", "generation.md"))
+    for page in filter(Path.exists, pages):
         write_atomically(page, records.fill(page.read_text(encoding="utf-8"), results))
         written.append(page)
     written += speed_figure(records.latest(records.read(results / "attention.jsonl")), docs / "attention")
     if (results / "training.jsonl").exists():
         rows = records.latest_by_size(records.read(results / "training.jsonl"))
         written += training_figure(rows, docs / "training")
+    generation = [results / name for name in ("decode.jsonl", "prefill.jsonl")]
+    if all(path.exists() for path in generation):
+        decode, prefill = (records.latest(records.read(path)) for path in generation)
+        written += generation_figure(decode, prefill, docs / "generation")
     console.print("Written:", *written, highlight=False)
 
 
