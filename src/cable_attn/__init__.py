@@ -6,6 +6,7 @@ that carry them. Importing this registers the models with transformers' Auto cla
 
 from cable_attn.attention import attention
 from cable_attn.bias import PotentialBias, prefix_sum
+from cable_attn.blocks import CableBias, score_mod
 from cable_attn.encodings import ENCODINGS, Encoding
 from cable_attn.errors import CableError
 from cable_attn.models import (
@@ -27,6 +28,7 @@ __all__ = [
     "CableBertConfig",
     "CableBertForMaskedLM",
     "CableBertModel",
+    "CableBias",
     "CableError",
     "CableGPTConfig",
     "CableGPTForCausalLM",
@@ -39,4 +41,5 @@ __all__ = [
     "from_bert",
     "from_gpt2",
     "prefix_sum",
+    "score_mod",
 ]
