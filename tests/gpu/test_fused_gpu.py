@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from cable_attn import CableGPTForCausalLM, PotentialBias, attention
-from cable_attn.attention import fused, make_call
+from cable_attn.attention import decoding, fused, make_call
 from cable_attn.attention.reference import weights
+from cable_attn.bench import generation
 from cable_attn.bias import FunctionBias, ToeplitzBias
 from cable_attn.encodings import Geometry
 from cable_attn.encodings.cable import Cable
@@ -197,3 +198,34 @@ def test_a_few_queries_against_a_cache(queries, keys, dim, dtype):
             with torch.no_grad():
                 got = attention(q, k, v, bias, query_start=start, backend="triton")
             torch.testing.assert_close(got.double(), exact, atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("group", "queries"), [(1, 1), (4, 1), (2, 3)])
+@pytest.mark.parametrize("known", [True, False])
+def test_pruned_decoding_skips_blocks_and_keeps_its_promise(group, queries, known):
+    """Far blocks are not read at all: what they hold may be anything."""
+    epsilon, keys, far = 1e-3, 8192 + 37, 4096
+    start = keys - queries
+    q, k, v, c, g = (t.detach() for t in leaves(queries, keys, 64, torch.bfloat16, heads=4 * group, key_heads=4))
+    bias = PotentialBias(c, g + 0.5)
+    place = start if known else torch.tensor(start, device="cuda")
+    summaries = decoding.blank_summaries(k, keys)
+    decoding.summarise(k, *summaries, None if known else place, start if known else 0, queries, True)
+    exact = attention(q.double(), k.double(), v.double(), bias, query_start=start, backend="reference")
+    k[:, :, :far], v[:, :, :far] = torch.nan, torch.nan
+    layout = Layout(queries, keys, place, q.device)
+    with torch.no_grad():
+        got = fused.run(make_call(q, k, v, bias, layout, prune=epsilon, summaries=summaries))
+    torch.testing.assert_close(got.double(), exact, atol=2e-2, rtol=0)
+
+
+@pytest.mark.parametrize(("encoding", "prune"), [("cable", None), ("cable", 1e-4), ("cable-nw", 1e-4), ("rope", None)])
+def test_a_compiled_static_step_says_what_the_model_says(encoding, prune):
+    """CUDA graphs and all, past the ends of blocks, in bf16: a near tie may be decided either way."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "attention_backend": "triton", "attention_prune": prune}
+    model = stir(CableGPTForCausalLM(small_gpt(encoding, **sizes))).cuda().bfloat16().eval()
+    text = torch.randint(0, 97, (2, 300), device="cuda")
+    torch.compiler.reset()
+    decoder = generation.Decoder(model, batch=2, longest=300, steps=1)
+    decoder.check(text, tokens=100)
