@@ -7,6 +7,7 @@ that carry them. Importing this registers the models with transformers' Auto cla
 from cable_attn.attention import attention
 from cable_attn.bias import PotentialBias, prefix_sum
 from cable_attn.blocks import CableBias, score_mod
+from cable_attn.dropin import add_cable, remove_cable
 from cable_attn.encodings import ENCODINGS, Encoding
 from cable_attn.errors import CableError
 from cable_attn.models import (
@@ -37,9 +38,11 @@ __all__ = [
     "ForgettingCache",
     "PotentialBias",
     "__version__",
+    "add_cable",
     "attention",
     "from_bert",
     "from_gpt2",
     "prefix_sum",
+    "remove_cable",
     "score_mod",
 ]

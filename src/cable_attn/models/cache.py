@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
 from cable_attn.attention.decoding import KEY_BLOCK, blank_summaries, summarise
 from cable_attn.errors import CableError
@@ -30,6 +30,8 @@ class CachedPotential:
         if layer is None or not layer.is_initialized:
             return None
         c = layer.keys.squeeze(-1)
+        if not isinstance(layer, StaticLayer):
+            return c[..., -1] if c.shape[-1] else None
         if isinstance(layout.query_start, int):
             return c[..., layout.query_start - 1] if layout.query_start else None
         before = (layout.query_start - 1).clamp(min=0).reshape(1)
@@ -84,7 +86,14 @@ def cached_summaries(
 def _blank_copy(layer: Any) -> Any:
     """An empty cache layer of the same kind."""
     if isinstance(layer, StaticLayer):
+        if layer.is_sliding:
+            raise CableError("a static cache with a sliding window has no place for potentials. Use a dynamic cache.")
         return type(layer)(max_cache_len=layer.max_cache_len)
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        blank = type(layer)(sliding_window=layer.sliding_window)
+        if hasattr(layer, "record_past"):  # so that it can be cropped when the keys can
+            blank.record_past = layer.record_past
+        return blank
     return type(layer)()
 
 

@@ -1,0 +1,234 @@
+"""CABLE in people's own Hugging Face models: ``add_cable(model)``, and ``remove_cable(model)`` to have it as it was.
+
+The model's classes stay as they are. Each attention layer gets an encoding as a sub-module, whose bias is computed by a
+hook from what the layer reads; attention itself goes through transformers' attention interface, under the name
+``cable``. The old positions are switched off by hooks on the modules that make them. The config remembers it all
+(``config.cable``), so that ``from_pretrained`` builds the same model wherever cable_attn has been imported.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import flash_attention_mask
+
+from cable_attn.attention import attend, attention_weights, make_call
+from cable_attn.blocks import acts_by_bias
+from cable_attn.encodings import ENCODINGS, Encoding, Geometry, PotentialEncoding, find_encoding
+from cable_attn.errors import CableError
+from cable_attn.layout import Layout
+from cable_attn.models.cache import CachedPotential
+
+NAME = "cable"
+LEARNED = ("cable", "cable-nw", "k-cable")
+NEUTRAL_STEP = 1e-6
+"""So small that a model with its own positions says what it said, and above 0, so that gradients come through."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Where a kind of model has its attention, and where its positions come from."""
+
+    attention: str
+    positions: str
+    """The name of the modules: a rotary embedding, or an embedding of places."""
+
+
+FAMILIES = {
+    "llama": Family("LlamaAttention", "rotary_emb"),
+    "qwen3": Family("Qwen3Attention", "rotary_emb"),
+    "mistral": Family("MistralAttention", "rotary_emb"),
+    "gemma": Family("GemmaAttention", "rotary_emb"),
+    "gemma3_text": Family("Gemma3Attention", "rotary_emb"),
+    "olmo2": Family("Olmo2Attention", "rotary_emb"),
+    "gpt2": Family("GPT2Attention", "wpe"),
+    "gpt_neox": Family("GPTNeoXAttention", "rotary_emb"),
+    "phi": Family("PhiAttention", "rotary_emb"),
+    "bert": Family("BertSelfAttention", "position_embeddings"),
+    "roberta": Family("RobertaSelfAttention", "position_embeddings"),
+    "modernbert": Family("ModernBertAttention", "rotary_emb"),
+}
+
+
+def add_cable(
+    model: PreTrainedModel,
+    encoding: str = "cable",
+    *,
+    keep_positions: bool = False,
+    backend: str = "auto",
+    **options: Any,
+) -> PreTrainedModel:
+    """Give every attention layer of the model this encoding; the same model, changed.
+
+    It replaces the model's own positions (RoPE, learned ones), starting close to ALiBi's slopes; with keep_positions it
+    is added to them, and starts so that the model says what it said before. options: the encoding's own.
+    """
+    config = model.config
+    if getattr(config, NAME, None) is not None:
+        raise CableError("this model has an encoding already. remove_cable(model) takes it out.")
+    family = _family(model)
+    causal = bool(getattr(_layers(model, family)[0], "is_causal", True))
+    found = find_encoding(encoding, options, causal=causal)
+    if not acts_by_bias(found):
+        names = ", ".join(name for name, known in ENCODINGS.items() if acts_by_bias(known))
+        raise CableError(f"the encoding {encoding!r} does more than add a bias to the scores. These do not: {names}.")
+    learns = encoding in LEARNED
+    if keep_positions and not learns:
+        raise CableError(
+            f"keep_positions=True needs one of {', '.join(LEARNED)}: {encoding!r} cannot start at nothing."
+        )
+    if learns and not keep_positions:
+        options = {"init": "spread", **options}
+    before = config._attn_implementation
+    config.cable = {"encoding": encoding, "keep_positions": keep_positions, "backend": backend, "options": options}
+    _install(model)
+    model._cable_before = before
+    return model
+
+
+def remove_cable(model: PreTrainedModel) -> PreTrainedModel:
+    """The model as it was."""
+    if getattr(model.config, NAME, None) is None:
+        raise CableError("this model has no encoding that add_cable gave it.")
+    for module in model.modules():
+        for handle in module.__dict__.pop("_cable_hooks", []):
+            handle.remove()
+        for name in ("_cable_names", "_cable_call", "_cable_remembers"):
+            module.__dict__.pop(name, None)
+        if isinstance(getattr(module, NAME, None), Encoding):
+            delattr(module, NAME)
+    del model.config.cable
+    model.set_attn_implementation(model.__dict__.pop("_cable_before", "sdpa"))
+    return model
+
+
+def _family(model: PreTrainedModel) -> Family:
+    kind = model.config.model_type
+    if kind not in FAMILIES:
+        raise CableError(f"add_cable does not know models of the type {kind!r}. It knows: {', '.join(FAMILIES)}.")
+    for feature in ("attn_logit_softcapping",):
+        if getattr(model.config, feature, None):
+            raise CableError(
+                f"this model has {feature}={getattr(model.config, feature)}, which the kernels do not have."
+            )
+    return FAMILIES[kind]
+
+
+def _layers(model: PreTrainedModel, family: Family) -> list[Any]:
+    layers = [module for module in model.modules() if type(module).__name__ == family.attention]
+    if not layers:
+        raise CableError(f"this {type(model).__name__} has no {family.attention}.")
+    if any(getattr(layer, "is_cross_attention", False) for layer in layers):
+        raise CableError("cross-attention has no order of tokens in common: add_cable takes models without it.")
+    return layers
+
+
+def _install(model: PreTrainedModel) -> None:
+    """What the config says, in the model: encodings, hooks and the attention interface."""
+    config, family = model.config, _family(model)
+    said = config.cable
+    layers = _layers(model, family)
+    for layer in layers:
+        causal = bool(getattr(layer, "is_causal", True))
+        head_dim = getattr(layer, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        geometry = Geometry(
+            config.hidden_size, config.num_attention_heads, head_dim, config.max_position_embeddings, causal
+        )
+        encoding = find_encoding(said["encoding"], said["options"], causal=causal)(geometry, **said["options"])
+        parameter = next(layer.parameters())
+        layer.cable = encoding.to(parameter.device, parameter.dtype)
+        if said["keep_positions"]:
+            _start_neutral(layer.cable)
+        layer._cable_remembers = isinstance(encoding, PotentialEncoding)  # asked here: an adapter may wrap it later
+        layer._cable_names = list(inspect.signature(type(layer).forward).parameters)[1:]
+        layer._cable_hooks = [layer.register_forward_pre_hook(_prepare, with_kwargs=True)]
+    if not said["keep_positions"]:
+        for name, module in model.named_modules():
+            if name.rpartition(".")[2] == family.positions:
+                module._cable_hooks = [module.register_forward_hook(_without_positions)]
+    model.set_attn_implementation(NAME)
+
+
+def _start_neutral(encoding: Any) -> None:
+    nn.init.zeros_(encoding.step.weight)
+    nn.init.constant_(encoding.step.bias, NEUTRAL_STEP)
+
+
+def _without_positions(module: nn.Module, args: Any, output: Any) -> Any:
+    """A rotation by nothing, or embeddings of nothing."""
+    if isinstance(output, tuple):
+        cos, sin = output
+        return torch.ones_like(cos), torch.zeros_like(sin)
+    return torch.zeros_like(output)
+
+
+def _prepare(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Before a layer's attention: where its queries stand, and its encoding's bias."""
+    given = {**dict(zip(module._cable_names, args)), **kwargs}
+    x, cache = given["hidden_states"], given.get("past_key_values", given.get("layer_past"))
+    memory = None
+    start: Any = 0
+    if cache is not None:
+        start = cache.get_seq_length(module.layer_idx)
+        start = start.clone() if isinstance(start, Tensor) else start
+        memory = CachedPotential(cache, module.layer_idx, module.config.num_hidden_layers)
+    keys = x.shape[1] if cache is None else cache.get_mask_sizes(x.shape[1], module.layer_idx)[0]
+    if isinstance(start, int):
+        start = min(start, keys - x.shape[1])  # a sliding cache has forgotten what came before
+    layout = Layout(x.shape[1], keys, start, x.device, bool(getattr(module, "is_causal", True)))
+    layout.key_mask = _key_mask(given.get("attention_mask"), keys)
+    module._cable_call = (layout, module.cable.bias(x, layout, memory if module._cable_remembers else None))
+
+
+def _key_mask(mask: Tensor | None, keys: int) -> Tensor | None:
+    if mask is None:
+        return None
+    if mask.dim() != 2:
+        raise CableError(
+            f"attention_mask must be [batch, tokens] with the attention {NAME!r}, got {tuple(mask.shape)}."
+        )
+    missing = keys - mask.shape[1]
+    return nn.functional.pad(mask.bool(), (0, missing)) if missing > 0 else mask.bool()
+
+
+def _attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Under the name ``cable`` in transformers' attention interface."""
+    if getattr(module, "_cable_call", None) is None:
+        raise CableError(f"the attention {NAME!r} serves models that add_cable has prepared.")
+    layout, bias = module._cable_call
+    module._cable_call = None
+    layout.window = kwargs.get("sliding_window")
+    call = make_call(
+        query, key, value, bias, layout, scale=kwargs.get("scaling"), dropout=kwargs.get("dropout") or 0.0
+    )  # fmt: skip
+    out = attend(call, module.config.cable["backend"])
+    weights = attention_weights(call, range(query.shape[2])) if kwargs.get("output_attentions") else None
+    return out.transpose(1, 2).contiguous(), weights
+
+
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, flash_attention_mask)
+
+
+def _remember_in_post_init() -> None:
+    """A model whose config says so is built with its encodings, before its weights are loaded."""
+    plain = PreTrainedModel.post_init
+
+    def post_init(self: PreTrainedModel) -> None:
+        plain(self)
+        if getattr(self.config, NAME, None) and not any(hasattr(module, NAME) for module in self.modules()):
+            _install(self)
+
+    if not getattr(plain, "knows_cable", False):
+        post_init.knows_cable = True  # type: ignore[attr-defined]
+        PreTrainedModel.post_init = post_init  # type: ignore[method-assign]
+
+
+_remember_in_post_init()

@@ -1,0 +1,200 @@
+"""CABLE in unmodified models of transformers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import peft
+import pytest
+import torch
+import transformers as hf
+
+from cable_attn import CableError, add_cable, remove_cable
+
+SIZES = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+GROUPED = {**SIZES, "num_key_value_heads": 2}
+SLIDING = {**GROUPED, "sliding_window": 6}
+WIDE = {**GROUPED, "head_dim": 16}
+LAYERS = {"layer_types": ["sliding_attention", "full_attention"]}
+GPT2 = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "pad_token_id": 0}
+MODERN = {"local_attention": 8, "global_attn_every_n_layers": 2, "cls_token_id": 1, "sep_token_id": 2}
+CAUSAL = {
+    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**GROUPED)),
+    "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**WIDE)),
+    "mistral": lambda: hf.MistralForCausalLM(hf.MistralConfig(**SLIDING)),
+    "gemma": lambda: hf.GemmaForCausalLM(hf.GemmaConfig(**WIDE)),
+    "gemma3": lambda: hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**{**WIDE, **SLIDING}, **LAYERS)),
+    "olmo2": lambda: hf.Olmo2ForCausalLM(hf.Olmo2Config(**GROUPED)),
+    "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2, bos_token_id=1, eos_token_id=2)),
+    "gpt_neox": lambda: hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**SIZES)),
+    "phi": lambda: hf.PhiForCausalLM(hf.PhiConfig(**GROUPED)),
+}
+MASKED = {
+    "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(**SIZES)),
+    "roberta": lambda: hf.RobertaForMaskedLM(hf.RobertaConfig(**SIZES)),
+    "modernbert": lambda: hf.ModernBertForMaskedLM(hf.ModernBertConfig(**SIZES, **MODERN)),
+}
+ALL = {**CAUSAL, **MASKED}
+WINDOWED = ("mistral", "gemma3")
+TEXT = torch.randint(3, 97, (2, 13), generator=torch.Generator().manual_seed(5))
+GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+def make(name, *args, **kwargs):
+    torch.manual_seed(0)
+    model = ALL[name]().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # random weights of 0.02 would say nearly nothing
+            parameter.mul_(4) if parameter.dim() > 1 else None
+    return add_cable(model, *args, **kwargs) if args or kwargs else model
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_it_can_be_added_without_changing_anything_and_taken_out_again(name):
+    model = make(name)
+    before, names, implementation = model(TEXT).logits, list(model.state_dict()), model.config._attn_implementation
+    add_cable(model, keep_positions=True)
+    assert torch.allclose(model(TEXT).logits, before, atol=1e-4)
+    loss = model(TEXT, labels=TEXT).loss
+    new = {key: value for key, value in model.named_parameters() if ".cable." in key}
+    assert len(new) == 8
+    grads = torch.autograd.grad(loss, list(new.values()))
+    assert all(grad.abs().sum() > 0 for key, grad in zip(new, grads) if ".step." in key)
+    remove_cable(model)
+    assert torch.equal(model(TEXT).logits, before) and list(model.state_dict()) == names
+    assert model.config._attn_implementation == implementation and not hasattr(model.config, "cable")
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_it_replaces_positions(name):
+    """What is said then depends on the order by the bias alone, and every new parameter learns."""
+    model = make(name, "cable")
+    loss = model(TEXT, labels=TEXT).loss
+    loss.backward()
+    assert all(p.grad.abs().sum() > 0 for key, p in model.named_parameters() if ".cable." in key)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if ".cable.step." in key:
+                parameter.zero_()
+        shuffled = torch.cat([TEXT[:, :-1].flip(1), TEXT[:, -1:]], 1)
+        last = [model(text).logits[:, -1] for text in (TEXT, shuffled)]
+    if name not in (*WINDOWED, "modernbert"):  # a window tells near from far
+        # One layer of a causal model mixes prefixes, whose sums differ: only a bidirectional one forgets all order.
+        same = torch.allclose(*last, atol=1e-4)
+        assert same == (name in MASKED)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_padding_changes_nothing(name):
+    model = make(name, "cable")
+    mask = torch.ones(2, 17, dtype=torch.long)
+    mask[:, :4] = 0
+    padded = model(torch.cat([torch.zeros(2, 4, dtype=torch.long), TEXT], 1), attention_mask=mask).logits[:, 4:]
+    assert torch.allclose(padded, model(TEXT).logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("encoding", ["cable", "alibi"])
+def test_generation_with_a_cache_is_generation_without(name, encoding):
+    model = make(name, encoding)
+    mask = torch.ones_like(TEXT)
+    mask[0, :3] = 0
+    plain = model.generate(TEXT, attention_mask=mask, use_cache=False, **GREEDY)
+    assert torch.equal(model.generate(TEXT, attention_mask=mask, **GREEDY), plain)
+    if name not in WINDOWED:
+        options = {"cache_implementation": "static", "disable_compile": True}
+        assert torch.equal(model.generate(TEXT, attention_mask=mask, **GREEDY, **options), plain)
+    beams = [model.generate(TEXT, num_beams=3, use_cache=cached, **GREEDY) for cached in (True, False)]
+    assert torch.equal(*beams)
+    one = TEXT[:1].repeat(1, 2)
+    looked_up = model.generate(one, prompt_lookup_num_tokens=3, **GREEDY)
+    assert torch.equal(looked_up, model.generate(one, use_cache=False, **GREEDY))
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("keep", [True, False])
+def test_it_is_saved_and_loaded(name, keep, tmp_path):
+    model = make(name, "cable", keep_positions=keep)
+    model.save_pretrained(tmp_path)
+    auto = hf.AutoModelForCausalLM if name in CAUSAL else hf.AutoModelForMaskedLM
+    again, info = auto.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert torch.equal(again.eval()(TEXT).logits, model(TEXT).logits)
+
+
+def test_a_process_that_only_imports_the_package_loads_it(tmp_path):
+    model = make("llama", "cable")
+    model.save_pretrained(tmp_path)
+    code = (
+        "import sys, torch, cable_attn; from transformers import AutoModelForCausalLM as M;"
+        "print(float(M.from_pretrained(sys.argv[1]).eval()(torch.arange(3, 16)[None]).logits.double().sum()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) == pytest.approx(float(model(torch.arange(3, 16)[None]).logits.double().sum()), abs=1e-3)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_checkpointing_and_compiling_change_nothing(name):
+    model = make(name, "cable")
+    model.config.use_cache = False
+    wanted = model(TEXT, labels=TEXT)
+    grads = torch.autograd.grad(wanted.loss, list(model.parameters()), allow_unused=True)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.allclose(compiled(TEXT).logits, wanted.logits, atol=1e-5)
+    model.gradient_checkpointing_enable()
+    model.train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    loss = model(TEXT, labels=TEXT).loss
+    again = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    assert all(a is b or torch.allclose(a, b, atol=1e-4) for a, b in zip(grads, again))
+
+
+def test_lora_leaves_the_encoding_trainable():
+    model = make("llama", "cable", keep_positions=True)
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["cable"], r=2)
+    tuned = peft.get_peft_model(model, config)
+    tuned(TEXT, labels=TEXT).loss.backward()
+    trained = {name for name, p in tuned.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
+    assert any("lora_" in name for name in trained) and any(".cable." in name and "step" in name for name in trained)
+    said = [tuned.generate(input_ids=TEXT, use_cache=cached, **GREEDY) for cached in (True, False)]
+    assert torch.equal(*said)
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "words"),
+    [
+        ("llama", {"encoding": "rope"}, "'rope' does more than add a bias"),
+        ("llama", {"encoding": "alibi", "keep_positions": True}, "'alibi' cannot start at nothing"),
+        ("llama", {"encoding": "cables"}, "Did you mean 'cable'"),
+    ],
+)
+def test_what_does_not_go_is_named_and_leaves_the_model_alone(name, kwargs, words):
+    model = make(name)
+    before = model(TEXT).logits
+    with pytest.raises(CableError, match=words):
+        add_cable(model, **kwargs)
+    assert torch.equal(model(TEXT).logits, before)
+
+
+def test_unknown_models_and_features_are_refused():
+    sizes = {"vocab_size": 97, "hidden_size": 32, "ffn_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    opt = hf.OPTForCausalLM(hf.OPTConfig(**sizes))
+    with pytest.raises(CableError, match="models of the type 'opt'"):
+        add_cable(opt)
+    gemma = hf.GemmaForCausalLM(hf.GemmaConfig(**WIDE))
+    gemma.config.attn_logit_softcapping = 50.0
+    with pytest.raises(CableError, match="attn_logit_softcapping"):
+        add_cable(gemma)
+    llama = make("llama", "cable")
+    with pytest.raises(CableError, match="already"):
+        add_cable(llama)
+    with pytest.raises(CableError, match="no encoding"):
+        remove_cable(make("llama"))
