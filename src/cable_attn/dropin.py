@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.cache_utils import StaticLayer
 from transformers.masking_utils import flash_attention_mask
 
 from cable_attn.attention import attend, attention_weights, make_call
@@ -171,18 +172,21 @@ def _prepare(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Before a layer's attention: where its queries stand, and its encoding's bias."""
     given = {**dict(zip(module._cable_names, args)), **kwargs}
     x, cache = given["hidden_states"], given.get("past_key_values", given.get("layer_past"))
-    memory = None
-    start: Any = 0
+    memory, start, keys = None, 0, x.shape[1]
     if cache is not None:
-        start = cache.get_seq_length(module.layer_idx)
-        start = start.clone() if isinstance(start, Tensor) else start
         memory = CachedPotential(cache, module.layer_idx, module.config.num_hidden_layers)
-    keys = x.shape[1] if cache is None else cache.get_mask_sizes(x.shape[1], module.layer_idx)[0]
-    if isinstance(start, int):
-        start = min(start, keys - x.shape[1])  # a sliding cache has forgotten what came before
+        start, keys = _place(cache, module.layer_idx, x.shape[1])
     layout = Layout(x.shape[1], keys, start, x.device, bool(getattr(module, "is_causal", True)))
     layout.key_mask = _key_mask(given.get("attention_mask"), keys)
     module._cable_call = (layout, module.cable.bias(x, layout, memory if module._cable_remembers else None))
+
+
+def _place(cache: Any, layer: int, queries: int) -> tuple[Any, int]:
+    """Where the new tokens stand among a layer's keys, and how many those are."""
+    start, keys = cache.get_seq_length(layer), cache.get_mask_sizes(queries, layer)[0]
+    if isinstance(start, Tensor) and layer < len(cache.layers) and isinstance(cache.layers[layer], StaticLayer):
+        return start.clone(), keys  # it counts on in place
+    return min(int(start), keys - queries), keys  # a sliding cache has forgotten what came before
 
 
 def _key_mask(mask: Tensor | None, keys: int) -> Tensor | None:
