@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 
@@ -86,6 +87,25 @@ def test_it_replaces_positions(name):
         # One layer of a causal model mixes prefixes, whose sums differ: only a bidirectional one forgets all order.
         same = torch.allclose(*last, atol=1e-4)
         assert same == (name in MASKED)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_text_may_be_longer_than_any_table_of_positions(name):
+    model = make(name, "cable")
+    text = torch.randint(3, 97, (1, 100), generator=torch.Generator().manual_seed(1))
+    logits = model(text).logits
+    assert logits.shape == (1, 100, 97) and torch.isfinite(logits).all()
+    if name in CAUSAL:
+        assert torch.allclose(model(text[:, :50]).logits, logits[:, :50], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_copy_is_a_model_of_its_own(name):
+    model = make(name, "cable")
+    twin = copy.deepcopy(model)
+    remove_cable(model)
+    assert torch.equal(twin(TEXT).logits, make(name, "cable")(TEXT).logits)
+    assert torch.equal(remove_cable(twin)(TEXT).logits, model(TEXT).logits)
 
 
 @pytest.mark.parametrize("name", ALL)

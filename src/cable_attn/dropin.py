@@ -150,9 +150,34 @@ def _install(model: PreTrainedModel) -> None:
         layer._cable_hooks = [layer.register_forward_pre_hook(_prepare, with_kwargs=True)]
     if not said["keep_positions"]:
         for name, module in model.named_modules():
-            if name.rpartition(".")[2] == family.positions:
-                module._cable_hooks = [module.register_forward_hook(_without_positions)]
+            owner, _, own = name.rpartition(".")
+            if own == family.positions:
+                module._cable_hooks = _switch_off(module, model.get_submodule(owner))
     model.set_attn_implementation(NAME)
+
+
+def _switch_off(positions: nn.Module, owner: nn.Module) -> list[Any]:
+    """Hooks that make nothing of positions, and let a text be longer than a table of them."""
+    hooks = [positions.register_forward_hook(_without_positions)]
+    if isinstance(positions, nn.Embedding):
+        hooks.append(positions.register_forward_pre_hook(_within_table))
+        if hasattr(owner, "token_type_ids"):  # BERT has tables of them too, as long as that of positions
+            hooks.append(owner.register_forward_pre_hook(_of_any_length, with_kwargs=True))
+    return hooks
+
+
+def _within_table(table: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (args[0].clamp(max=table.num_embeddings - 1), *args[1:])
+
+
+def _of_any_length(embeddings: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    names = list(inspect.signature(type(embeddings).forward).parameters)[1:]
+    given = {**dict(zip(names, args)), **kwargs}
+    read = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"][..., 0]
+    for name in ("token_type_ids", "position_ids"):
+        if given.get(name) is None:
+            given[name] = torch.zeros_like(read, dtype=torch.long)
+    return (), given
 
 
 def _start_neutral(encoding: Any) -> None:
