@@ -124,7 +124,7 @@ def jobs(generation: int) -> list[tuple]:
     small = [kernels.split_potential, backward.potential_columns, backward.row_dots] if hopper else []
     small += [pruning._summarise, pruning.summarise_new, pruning._bounds, pruning._rows] if hopper else []
     flags |= {"KNOWN": False, "ALL": False}
-    small += [head_kernels._advance] if hopper else []
+    small += [head_kernels.advance] if hopper else []
     small += [head_kernels._product, head_kernels._gradient_of_x, head_kernels._gradient_of_weight] if hopper else []
     return todo + [(kernel, Tile(64, 64, 4, 1), flags, "bf16", generation) for kernel in small]
 

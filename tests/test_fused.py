@@ -12,10 +12,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import DynamicCache
 
 from cable_attn import CableError, CableGPTForCausalLM, PotentialBias, attention
-from cable_attn.attention import decoding, fused, make_call, pruning
+from cable_attn.attention import fused, make_call, pruning
 from cable_attn.attention.reference import weights
 from cable_attn.attention.tiles import Tile, Tiles
 from cable_attn.bias import Bias, FunctionBias, ToeplitzBias
@@ -406,111 +405,3 @@ def test_the_search_for_tiles_calls_the_kernels_as_they_are(monkeypatch):
     problem = search.Problem(Shape(1, 1, 64, 16), "cable")
     for kernel in ("forward", "keys", "queries"):
         problem.call(kernel, Tile(32, 32, 4, 1))
-
-
-@given(st.data())
-@settings(max_examples=25, deadline=None)
-def test_a_few_queries_against_a_cache_equal_the_reference(data):
-    """Any place of the queries, known to the host or to the device only; keys beyond it are not there yet."""
-    pick = lambda *values: data.draw(st.sampled_from(values))  # noqa: E731
-    batch, key_heads, group, queries, dim = pick(1, 2), pick(1, 2), pick(1, 3), pick(1, 2, 5), pick(16, 24)
-    keys, kind = data.draw(st.integers(queries + 1, 200)), pick(None, "cable", "cable-log", "alibi")
-    start = data.draw(st.integers(0, keys - queries))
-    q, k, v = make_inputs(batch, key_heads * group, key_heads, queries, keys, dim)
-    bias = None
-    if kind is not None:
-        heads = 1 if kind == "alibi" else key_heads * group
-        c = torch.rand(1 if kind == "alibi" else batch, heads, keys).double().cumsum(-1)
-        g = torch.rand(1, key_heads * group, 1) if kind == "alibi" else torch.rand(batch, heads, queries)
-        bias = PotentialBias(c, g, "log" if kind == "cable-log" else None)
-    options = {"window": pick(None, 7), "key_mask": pick(None, torch.rand(batch, keys) > 0.3)}
-    options["document_ids"] = pick(None, (torch.arange(keys) // 40).expand(batch, -1))
-    place = pick(start, torch.tensor(start))
-    with torch.no_grad():
-        wanted = attention(q, k, v, bias, query_start=start, backend="reference", **options)
-        got = attention(q, k, v, bias, query_start=place, backend="triton", **options)
-    torch.testing.assert_close(got, wanted, atol=2e-5, rtol=0)
-
-
-@pytest.mark.parametrize(("group", "queries"), [(1, 1), (2, 1), (2, 3)])
-@pytest.mark.parametrize("known", [True, False])
-def test_pruned_decoding_skips_blocks_and_keeps_its_promise(group, queries, known):
-    """Far blocks are not read at all: what they hold may be anything."""
-    epsilon, keys, key_heads = 1e-3, 64 * 20 + 5, 2
-    start = keys - queries - 3
-    q, k, v = make_inputs(2, key_heads * group, key_heads, queries, keys, 16)
-    c = torch.rand(2, key_heads * group, keys).double().cumsum(-1)
-    bias = PotentialBias(c, torch.rand(2, key_heads * group, queries) * 0.1 + 0.1)
-    summaries = decoding.blank_summaries(k, keys)
-    for at, new in ((0, 700), (700, 510), *((n, 1) for n in range(1210, 1220)), (1220, start - 1220), (start, queries)):
-        decoding.summarise(k, *summaries, None if known else torch.tensor(at), at if known else 0, new, at == 0)
-    exact = attention(q, k, v, bias, query_start=start, backend="reference")
-    layout = Layout(queries, keys, start if known else torch.tensor(start), q.device)
-    k[:, :, : 64 * 12], v[:, :, : 64 * 12] = torch.nan, torch.nan
-    with torch.no_grad():
-        got = fused.run(make_call(q, k, v, bias, layout, prune=epsilon, summaries=summaries))
-    assert (got - exact).abs().max() <= 2 * epsilon * v[:, :, 64 * 12 :].abs().max() + 1e-5
-
-
-def test_pruned_decoding_reads_what_may_matter():
-    """A key of the right direction counts however far it lies; nothing is skipped where distance is not felt."""
-    q, k, v = make_inputs(1, 1, 1, 1, 64 * 20, 16)
-    k[:, :, 100] = q[:, :, 0] * 40
-    bias = PotentialBias(torch.arange(64 * 20)[None, None].double(), torch.tensor([[[1e-3]]]))
-    summaries = decoding.blank_summaries(k, 64 * 20)
-    decoding.summarise(k, *summaries, None, 0, 64 * 20, True)
-    layout = Layout(1, 64 * 20, 64 * 20 - 1, q.device)
-    with torch.no_grad():
-        got = fused.run(make_call(q, k, v, bias, layout, prune=1e-4, summaries=summaries))
-    torch.testing.assert_close(got, attention(q, k, v, bias, backend="reference"), atol=1e-3, rtol=0)
-
-
-def test_decoding_is_accurate_far_into_a_text():
-    q, k, v = make_inputs(1, 1, 1, 1, 300, 16)
-    c = torch.rand(1, 1, 300).double().cumsum(-1) + 1e6
-    with torch.no_grad():
-        far, near = (attention(q, k, v, PotentialBias(x), backend="triton") for x in (c, c - 1e6))
-    torch.testing.assert_close(far, near, atol=1e-5, rtol=0)
-
-
-def test_the_decoding_operator_has_a_true_shape():
-    q, k, v = make_inputs(2, 4, 2, 1, 70, 16)
-    c = torch.rand(2, 4, 70).double().cumsum(-1)
-    operands = (q, k, v, c, torch.rand(2, 4, 1), torch.tensor(60), 0, *[None] * 4, 0.25, 0, 0, 0.0)
-    torch.library.opcheck(decoding.decode, operands, test_utils=("test_schema", "test_faketensor"))
-
-
-@pytest.mark.parametrize(
-    ("encoding", "beams", "cache"), [("cable", 1, "static"), ("cable", 2, "dynamic"), ("alibi", 2, "static")]
-)
-def test_a_model_decodes_on_the_kernel_what_the_reference_says(cache, encoding, beams):
-    """With pruning too, past the end of a block."""
-    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 3 - beams}
-    model = stir(CableGPTForCausalLM(small_gpt(encoding, **sizes))).eval()
-    text = torch.randint(1, 97, (3 - beams, 189))
-    mask = torch.ones_like(text)
-    mask[0, :3] = 0
-    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, "num_beams": beams}
-    options |= {"cache_implementation": cache, "disable_compile": True, "attention_mask": mask}
-    said = []
-    for backend, prune in (("reference", None), ("triton", None), ("triton", 1e-4))[::beams]:
-        model.config.attention_backend, model.config.attention_prune = backend, prune
-        said.append(model.generate(text, **options))
-    assert all(torch.equal(said[0], other) for other in said[1:])
-
-
-def test_a_pruned_cache_may_be_cropped():
-    """As assisted decoding does; blocks that grow anew hold other keys."""
-    sizes = {"num_attention_heads": 2, "num_hidden_layers": 1, "attention_prune": 1e-4, "attention_backend": "triton"}
-    model = stir(CableGPTForCausalLM(small_gpt("cable", **sizes))).eval()
-    first, second = torch.randint(1, 97, (1, 330)), torch.randint(1, 97, (1, 330))
-    text = torch.cat([first[:, :180], second], 1)[:, :326]
-    cache = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(first, past_key_values=cache)
-        cache.crop(-150)
-        for piece in (text[:, 180:320], text[:, 320:325], text[:, 325:]):
-            got = model(piece, past_key_values=cache).logits[:, -1]
-        model.config.attention_backend = "reference"
-        wanted = model(text, use_cache=False).logits[:, -1]
-    torch.testing.assert_close(got, wanted, atol=1e-3, rtol=0)

@@ -485,6 +485,18 @@ def test_a_forgetting_cache_knows_its_limits():
         cache.crop(-2)
 
 
+def test_a_forgetting_cache_that_was_reset_forgets_as_a_new_one():
+    model, text = forgetful("cable"), torch.randint(1, 97, (1, 400), generator=torch.Generator().manual_seed(0))
+    used, held = ForgettingCache(model, 1e-3), []
+    with torch.no_grad():
+        for cache in (used, used, ForgettingCache(model, 1e-3)):
+            cache.reset()
+            for piece in text.split(40, 1):
+                model(piece, past_key_values=cache)
+            held.append([layer.gone for layer in cache.layers])
+    assert held[0] == held[1] == held[2] and min(held[0]) > 0
+
+
 def test_normalised_queries_and_keys_are_saved_and_bounded(tmp_path):
     model = gpt("cable", qk_norm=True)
     model.save_pretrained(tmp_path)

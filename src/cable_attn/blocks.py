@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -33,10 +33,7 @@ class CableBias(nn.Module):
         super().__init__()
         if dim < 1 or heads < 1 or dim % heads:
             raise CableError(f"dim={dim} is not a multiple of heads={heads}.")
-        found = find_encoding(encoding, options, causal=causal)
-        if not acts_by_bias(found):
-            names = ", ".join(name for name, known in ENCODINGS.items() if acts_by_bias(known))
-            raise CableError(f"the encoding {encoding!r} does more than add a bias to scores. These do not: {names}.")
+        found = find_bias_encoding(encoding, options, causal)
         self.causal = causal
         self.encoding = found(Geometry(dim, heads, dim // heads, max_length, causal), **options)
         for module in self.modules():
@@ -50,6 +47,15 @@ class CableBias(nn.Module):
         bias = self.encoding.bias(x, layout)
         assert bias is not None
         return bias
+
+
+def find_bias_encoding(name: str, options: Mapping[str, Any], causal: bool) -> type[Encoding]:
+    """The class of that name, if all that it does is to add a bias."""
+    found = find_encoding(name, options, causal=causal)
+    if not acts_by_bias(found):
+        names = ", ".join(name for name, known in ENCODINGS.items() if acts_by_bias(known))
+        raise CableError(f"the encoding {name!r} does more than add a bias to the scores. These do not: {names}.")
+    return found
 
 
 def acts_by_bias(encoding: type[Encoding]) -> bool:

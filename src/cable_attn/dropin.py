@@ -19,11 +19,11 @@ from transformers.cache_utils import StaticLayer
 from transformers.masking_utils import flash_attention_mask
 
 from cable_attn.attention import attend, attention_weights, make_call
-from cable_attn.blocks import acts_by_bias
-from cable_attn.encodings import ENCODINGS, Encoding, Geometry, PotentialEncoding, find_encoding
+from cable_attn.blocks import find_bias_encoding
+from cable_attn.encodings import Encoding, Geometry, PotentialEncoding
 from cable_attn.errors import CableError
 from cable_attn.layout import Layout
-from cable_attn.models.cache import CachedPotential
+from cable_attn.models.cache import CachedPotential, key_mask
 
 NAME = "cable"
 LEARNED = ("cable", "cable-nw", "k-cable")
@@ -74,10 +74,7 @@ def add_cable(
         raise CableError("this model has an encoding already. remove_cable(model) takes it out.")
     family = _family(model)
     causal = bool(getattr(_layers(model, family)[0], "is_causal", True))
-    found = find_encoding(encoding, options, causal=causal)
-    if not acts_by_bias(found):
-        names = ", ".join(name for name, known in ENCODINGS.items() if acts_by_bias(known))
-        raise CableError(f"the encoding {encoding!r} does more than add a bias to the scores. These do not: {names}.")
+    find_bias_encoding(encoding, options, causal)
     learns = encoding in LEARNED
     if keep_positions and not learns:
         raise CableError(
@@ -112,11 +109,9 @@ def _family(model: PreTrainedModel) -> Family:
     kind = model.config.model_type
     if kind not in FAMILIES:
         raise CableError(f"add_cable does not know models of the type {kind!r}. It knows: {', '.join(FAMILIES)}.")
-    for feature in ("attn_logit_softcapping",):
-        if getattr(model.config, feature, None):
-            raise CableError(
-                f"this model has {feature}={getattr(model.config, feature)}, which the kernels do not have."
-            )
+    softcap = getattr(model.config, "attn_logit_softcapping", None)
+    if softcap:
+        raise CableError(f"this model has attn_logit_softcapping={softcap}, which the kernels do not have.")
     return FAMILIES[kind]
 
 
@@ -140,7 +135,7 @@ def _install(model: PreTrainedModel) -> None:
         geometry = Geometry(
             config.hidden_size, config.num_attention_heads, head_dim, config.max_position_embeddings, causal
         )
-        encoding = find_encoding(said["encoding"], said["options"], causal=causal)(geometry, **said["options"])
+        encoding = find_bias_encoding(said["encoding"], said["options"], causal)(geometry, **said["options"])
         parameter = next(layer.parameters())
         layer.cable = encoding.to(parameter.device, parameter.dtype)
         if said["keep_positions"]:
@@ -202,7 +197,10 @@ def _prepare(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         memory = CachedPotential(cache, module.layer_idx, module.config.num_hidden_layers)
         start, keys = _place(cache, module.layer_idx, x.shape[1])
     layout = Layout(x.shape[1], keys, start, x.device, bool(getattr(module, "is_causal", True)))
-    layout.key_mask = _key_mask(given.get("attention_mask"), keys)
+    mask = given.get("attention_mask")
+    if mask is not None and mask.dim() != 2:
+        raise CableError(f"attention_mask must be [batch, tokens] with {NAME!r}, got {tuple(mask.shape)}.")
+    layout.key_mask = key_mask(mask, keys)
     module._cable_call = (layout, module.cable.bias(x, layout, memory if module._cable_remembers else None))
 
 
@@ -212,17 +210,6 @@ def _place(cache: Any, layer: int, queries: int) -> tuple[Any, int]:
     if isinstance(start, Tensor) and layer < len(cache.layers) and isinstance(cache.layers[layer], StaticLayer):
         return start.clone(), keys  # it counts on in place
     return min(int(start), keys - queries), keys  # a sliding cache has forgotten what came before
-
-
-def _key_mask(mask: Tensor | None, keys: int) -> Tensor | None:
-    if mask is None:
-        return None
-    if mask.dim() != 2:
-        raise CableError(
-            f"attention_mask must be [batch, tokens] with the attention {NAME!r}, got {tuple(mask.shape)}."
-        )
-    missing = keys - mask.shape[1]
-    return nn.functional.pad(mask.bool(), (0, missing)) if missing > 0 else mask.bool()
 
 
 def _attention(

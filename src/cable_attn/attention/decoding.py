@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cable_attn.attention.call import Call
-from cable_attn.attention.operands import masks, potential, rows_of_numbers
+from cable_attn.attention.operands import masks, padded, potential, rows_of_numbers
 from cable_attn.bias import Index, PotentialBias
 from cable_attn.devices import current
 
@@ -84,12 +84,12 @@ def decode(
     seen = keys if start is not None else place + queries
     splits = _splits(batch * key_heads, seen, q.device)
     one = group * queries == 1
-    rows = 1 if one else max(16, _power_of_2(group * queries))
+    rows = 1 if one else padded(group * queries)
     wide: dict[str, Any] = {"device": q.device, "dtype": torch.float32}
     parts = torch.empty(batch * key_heads, splits, rows, dim, **wide)
     tops, norms = torch.empty(2, batch * key_heads, splits, rows, **wide)
     out = torch.empty(batch, queries, heads, dim, device=q.device, dtype=q.dtype).transpose(1, 2)
-    width = max(16, _power_of_2(dim))
+    width = padded(dim)
     # A pointer that is never read stands in for what is absent.
     with current(q.device):
         decode_kernels.part[(splits, batch * key_heads)](
@@ -106,7 +106,7 @@ def decode(
         )  # fmt: skip
         decode_kernels.together[(batch * key_heads, group * queries)](
             parts, tops, norms, out, *out.stride()[:3], key_heads, queries, splits, GROUP=group, D=dim, BD=width,
-            BM=rows, SPLITS=_power_of_2(splits), num_warps=4,
+            BM=rows, SPLITS=padded(splits), num_warps=4,
         )  # fmt: skip
     return out
 
@@ -132,7 +132,7 @@ def summarise(
     with current(k.device):
         pruning.summarise_new[(blocks, batch * key_heads)](
             k, means, numbers, k if start is None else start, *k.stride()[:3], key_heads, keys, means.shape[2], place,
-            queries, D=dim, BD=max(16, _power_of_2(dim)), BN=KEY_BLOCK, KNOWN=start is None, ALL=everything,
+            queries, D=dim, BD=padded(dim), BN=KEY_BLOCK, KNOWN=start is None, ALL=everything,
             SLACK_FACTOR=pruning.SPREAD_SLACK, num_warps=4,
         )  # fmt: skip
 
@@ -153,10 +153,6 @@ def _splits(programs: int, keys: int, device: torch.device) -> int:
     """Enough to keep the whole GPU reading, and no more than there are blocks of keys."""
     wanted = math.ceil(PROGRAMS * _processors(device) / programs)
     return max(1, min(wanted, math.ceil(keys / KEY_BLOCK), MOST_SPLITS))
-
-
-def _power_of_2(number: int) -> int:
-    return 1 << (number - 1).bit_length()
 
 
 @cache

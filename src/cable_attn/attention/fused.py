@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cable_attn.attention import decoding
 from cable_attn.attention.call import BLOCK_ELEMENTS, Call
-from cable_attn.attention.operands import masks, potential, rows_of_numbers
+from cable_attn.attention.operands import masks, padded, potential, rows_of_numbers
 from cable_attn.attention.tiles import INTERPRETED, USES_COLUMNS, Tile, Tiles, generation, tiles_for
 from cable_attn.bias import Bias, FunctionBias, PotentialBias, ToeplitzBias
 from cable_attn.devices import TRITON, current, interpreting
@@ -452,11 +452,6 @@ def _none(q: Tensor) -> Tensor:
 @cache
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
-
-
-def padded(dim: int) -> int:
-    """A head dimension as the kernels lay it out: a power of two."""
-    return max(16, 1 << (dim - 1).bit_length())
 
 
 def _blocks(length: int, size: int) -> int:

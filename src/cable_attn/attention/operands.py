@@ -35,3 +35,8 @@ def masks(layout: Layout) -> tuple[Tensor | None, Tensor | None]:
 def rows_of_numbers(*tensors: Tensor) -> tuple[Tensor, ...]:
     """With the numbers of a head side by side; all other strides are the kernels' business."""
     return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
+
+
+def padded(count: int) -> int:
+    """A head dimension, or a number of rows, as the kernels lay it out: a power of two."""
+    return max(16, 1 << (count - 1).bit_length())

@@ -102,15 +102,23 @@ def bench_train(
     console.print(f"Rows added to {results}", markup=False, highlight=False)
 
 
+Models = Annotated[list[str] | None, typer.Argument(help="Encodings, or folders of trained models.")]
+Size = Annotated[str, typer.Option(help="Of the models with fresh weights: tiny, small or medium.")]
+Lengths = Annotated[str, typer.Option(help="Tokens of the prompt, with commas between; default: 1024 to 131072.")]
+Batch = Annotated[int, typer.Option(min=1, help="Texts at once.")]
+Prune = Annotated[float, typer.Option(min=0, help="ε: measure what can be pruned so as well; 0: not.")]
+Prompts = Annotated[Path | None, typer.Option(exists=True, help="A .npy file of token ids; default: random ones.")]
+
+
 @bench_app.command(name="decode")
 def bench_decode(
-    models: Annotated[list[str] | None, typer.Argument(help="Encodings, or folders of trained models.")] = None,
-    size: Annotated[str, typer.Option(help="Of the models with fresh weights: tiny, small or medium.")] = "medium",
-    lengths: Annotated[str, typer.Option(help="Tokens of the prompt, with commas between.")] = "",
-    batch: Annotated[int, typer.Option(min=1, help="Texts at once.")] = 1,
+    models: Models = None,
+    size: Size = "medium",
+    lengths: Lengths = "",
+    batch: Batch = 1,
     steps: Annotated[int, typer.Option(min=1, help="Tokens that are timed.")] = 64,
-    prune: Annotated[float, typer.Option(min=0, help="ε: measure what can be pruned so as well; 0: not.")] = 0.0,
-    text: Annotated[Path | None, typer.Option(help="A .npy file of token ids as prompts; default: random.")] = None,
+    prune: Prune = 0.0,
+    text: Prompts = None,
     compiled: Annotated[bool, typer.Option(help="Compile the step, replayed as a CUDA graph.")] = True,
     results: Annotated[Path, typer.Option(help="JSONL file to which the rows are added.")] = Path(
         "benchmarks/results/decode.jsonl"
@@ -128,12 +136,12 @@ def bench_decode(
 
 @bench_app.command(name="prefill")
 def bench_prefill(
-    models: Annotated[list[str] | None, typer.Argument(help="Encodings, or folders of trained models.")] = None,
-    size: Annotated[str, typer.Option(help="Of the models with fresh weights: tiny, small or medium.")] = "medium",
-    lengths: Annotated[str, typer.Option(help="Tokens of the prompt, with commas between.")] = "",
-    batch: Annotated[int, typer.Option(min=1, help="Texts at once.")] = 1,
-    prune: Annotated[float, typer.Option(min=0, help="ε: measure what can be pruned so as well; 0: not.")] = 0.0,
-    text: Annotated[Path | None, typer.Option(help="A .npy file of token ids as prompts; default: random.")] = None,
+    models: Models = None,
+    size: Size = "medium",
+    lengths: Lengths = "",
+    batch: Batch = 1,
+    prune: Prune = 0.0,
+    text: Prompts = None,
     results: Annotated[Path, typer.Option(help="JSONL file to which the rows are added.")] = Path(
         "benchmarks/results/prefill.jsonl"
     ),

@@ -53,30 +53,6 @@ def gradients(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return dx, parts.sum(0)
 
 
-def advanced(
-    x: Tensor,
-    step: Tensor,
-    step_bias: Tensor,
-    strength: Tensor | None,
-    strength_bias: Tensor | None,
-    c: Tensor,
-    start: Tensor,
-    key_mask: Tensor | None,
-    floor: float,
-) -> Tensor:
-    batch, _, features = x.shape
-    heads = step.shape[0]
-    gain = torch.empty(batch, heads, 1, device=x.device, dtype=torch.float32)
-    # A pointer that is never read stands in for what is absent.
-    _advance[(heads, batch)](
-        x.contiguous(), step, step_bias, step if strength is None else strength,
-        step_bias if strength_bias is None else strength_bias, c, start, x if key_mask is None else key_mask, gain,
-        *c.stride(), heads, features, c.shape[2], floor, GAIN=strength is not None, PADDED=key_mask is not None,
-        BC=min(triton.next_power_of_2(features), 1024), num_warps=4,
-    )  # fmt: skip
-    return gain
-
-
 def _padded(outputs: int) -> int:
     return max(16, triton.next_power_of_2(outputs))
 
@@ -170,7 +146,7 @@ def _gradient_of_weight(DY, X, PARTS, tokens, length, features, outputs, CHUNK_T
 
 
 @triton.jit
-def _advance(X, W, BIAS, WG, BIASG, C, START, KMASK, GAINS, scb, sch, sct, heads, features, Tk, floor,
+def advance(X, W, BIAS, WG, BIASG, C, START, KMASK, GAINS, scb, sch, sct, heads, features, Tk, floor,
              GAIN: tl.constexpr, PADDED: tl.constexpr, BC: tl.constexpr):  # fmt: skip
     """The step, the potential and the gain of one head of one new token."""
     h = tl.program_id(0)

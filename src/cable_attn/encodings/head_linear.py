@@ -129,10 +129,21 @@ def advance(
 ) -> Tensor:
     """One new token x [B, 1, C] at place ``start`` of the stored potential c [B, H, Tk], which is written there; the
     gain [B, H, 1]. A single kernel: while decoding, each one counts."""
+    import triton
+
     from cable_attn.encodings import head_kernels
 
+    batch, heads, features = x.shape[0], step.shape[0], x.shape[2]
+    gain = torch.empty(batch, heads, 1, device=x.device, dtype=torch.float32)
+    # A pointer that is never read stands in for what is absent.
     with current(x.device):
-        return head_kernels.advanced(x, step, step_bias, strength, strength_bias, c, start, key_mask, floor)
+        head_kernels.advance[(heads, batch)](
+            x.contiguous(), step, step_bias, step if strength is None else strength,
+            step_bias if strength_bias is None else strength_bias, c, start, x if key_mask is None else key_mask, gain,
+            *c.stride(), heads, features, c.shape[2], floor, GAIN=strength is not None, PADDED=key_mask is not None,
+            BC=min(triton.next_power_of_2(features), 1024), num_warps=4,
+        )  # fmt: skip
+    return gain
 
 
 @advance.register_fake

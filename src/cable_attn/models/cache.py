@@ -101,6 +101,8 @@ class _ForgettingLayer(DynamicLayer):
     """Counts what it has seen, and holds the last of it."""
 
     gone = 0
+    checked = 0
+    """How much it had seen when it was last looked through."""
 
     def get_seq_length(self) -> int:
         return super().get_seq_length() + self.gone
@@ -112,7 +114,7 @@ class _ForgettingLayer(DynamicLayer):
         raise CableError("a forgetting cache cannot go back (assisted decoding, crop): it has dropped keys for good.")
 
     def reset(self) -> None:
-        self.gone = 0
+        self.gone = self.checked = 0
         super().reset()
 
     def drop(self, count: int) -> None:
@@ -138,7 +140,6 @@ class ForgettingCache(Cache):
         super().__init__(layers=[_ForgettingLayer() for _ in range(self.num_layers)])
         self.reach = [reach.to(model.device) for reach in reaches(model, epsilon, most_tokens)]
         self.most_tokens = most_tokens
-        self.checked = [0] * self.num_layers
 
     def forget(self, layer: int) -> None:
         """Called before a layer's new keys come; looks once in a while."""
@@ -146,9 +147,9 @@ class ForgettingCache(Cache):
         seen = keys.get_seq_length()
         if seen >= self.most_tokens:
             raise CableError(f"this cache was made for {self.most_tokens} tokens: give it a larger most_tokens.")
-        if seen - self.checked[layer] < KEY_BLOCK:
+        if seen - keys.checked < KEY_BLOCK:
             return
-        self.checked[layer] = seen
+        keys.checked = seen
         slot = self.num_layers + layer
         if slot < len(self.layers):
             potential: Any = self.layers[slot]
@@ -213,7 +214,7 @@ def make_layout(
         device=tokens.device,
         causal=causal,
         window=window,
-        key_mask=_key_mask(attention_mask, keys),
+        key_mask=key_mask(attention_mask, keys),
         document_ids=document_ids,
         known_positions=position_ids,
     )
@@ -226,7 +227,7 @@ def _recording(device: torch.device) -> bool:
     return torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
-def _key_mask(attention_mask: Tensor | None, keys: int) -> Tensor | None:
+def key_mask(attention_mask: Tensor | None, keys: int) -> Tensor | None:
     """The 2-D mask of transformers as bool [B, Tk], or nothing where it hides nothing."""
     if attention_mask is None:
         return None
