@@ -14,7 +14,6 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import cable_attn
-from cable_attn import CableGPTForCausalLM, cli
+from cable_attn import CableGPTForCausalLM, cli, summary
 from cable_attn.cli import app
 from cable_attn.cli import study as study_commands
 from cable_attn.data import embedded_corpus, train_bpe
@@ -89,7 +88,8 @@ def test_demo_leaves_numbers_figure_and_checkpoints(run):
     assert model.generate(ids, max_new_tokens=3, do_sample=False).shape[1] == ids.shape[1] + 3
     assert {path.name for path in run.iterdir()} == {
         "cable-0", "rope-0", "results.json", "table.md", "table.csv", "table.tex", "perplexity.png", "perplexity.svg",
-        "perplexity.pdf", "loss.png", "loss.svg", "loss.pdf", "demo.json", "report.html",
+        "perplexity.pdf", "places.png", "places.svg", "places.pdf", "loss.png", "loss.svg", "loss.pdf", "demo.json",
+        "report.html",
     }  # fmt: skip
 
 
@@ -250,8 +250,7 @@ print(model(torch.tensor([[1, 2]])).logits.shape)
 
 def test_the_demo_without_matplotlib_says_what_to_install(run, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    study = study_commands
-    study._draw(SimpleNamespace(trained_at=16), [], {"cable": {16: 2.0}}, tmp_path)
+    study_commands._draw(summary.gather(run), tmp_path)
     assert "cable-attn[plot]" in capsys.readouterr().out
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cable_attn import ENCODINGS, recipe
+from cable_attn import ENCODINGS, CableError, evidence, recipe
 from cable_attn.bench import records
 from cable_attn.cli import app
 from cable_attn.encodings.base import option_names
@@ -53,7 +53,7 @@ def test_readme_snippets_run():
         exec(blocks[1], {})
 
 
-@pytest.mark.parametrize(("name", "tables"), [("kernels", 3), ("training", 1)])
+@pytest.mark.parametrize(("name", "tables"), [("kernels", 3), ("training", 1), ("retrieval", 1)])
 def test_the_pages_show_the_stored_measurements(name, tables):
     page = (ROOT / f"docs/{name}.md").read_text()
     assert page.count("<!-- end -->") == tables
@@ -105,3 +105,38 @@ def test_the_training_page_lists_every_recipe():
         assert re.search(
             rf"^\| `{name}` \|.*\| {part.tokens_per_update:,} \| {part.steps:,} \|$", page, re.MULTILINE
         ), name
+
+
+def test_the_results_page_is_made_from_the_stored_runs_byte_for_byte(tmp_path):
+    shutil.copytree(ROOT / "benchmarks", tmp_path / "benchmarks", ignore=shutil.ignore_patterns("*.jsonl"))
+    pages = {name: tmp_path / name for name in ("docs/results.md", "README.md")}
+    (tmp_path / "docs").mkdir()
+    for name, page in pages.items():
+        emptied = evidence.MARK.sub(
+            lambda found: f"{found.group(0).splitlines()[0]}\n<!-- end -->", (ROOT / name).read_text()
+        )
+        page.write_text(emptied)
+    arguments = ["--stored", str(tmp_path / "benchmarks"), "--figures", str(tmp_path / "docs/results")]
+    result = CliRunner().invoke(app, ["study", "report", *arguments, "--pages", ",".join(map(str, pages.values()))])
+    assert result.exit_code == 0, result.output
+    for name, page in pages.items():
+        assert page.read_text() == (ROOT / name).read_text(), name
+    made, stored = tmp_path / "docs/results", ROOT / "docs/results"
+    assert sorted(path.name for path in made.iterdir()) == sorted(path.name for path in stored.iterdir())
+    for path in stored.iterdir():
+        assert (made / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+@pytest.mark.parametrize(
+    ("mark", "words"),
+    [
+        ("study nowhere", "unknown stored study 'nowhere'. Allowed: books, "),
+        ("figure books heights", "unknown figure of 'books' 'heights'. Allowed: perplexity, "),
+    ],
+)
+def test_marks_that_name_nothing_are_errors_and_the_page_stays(mark, words, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(text := f"<!-- {mark} -->\nold\n<!-- end -->\n")
+    with pytest.raises(CableError) as error:
+        evidence.fill(page, ROOT / "benchmarks", tmp_path)
+    assert words in str(error.value) and page.read_text() == text

@@ -109,6 +109,65 @@ def test_passkeys_are_part_of_a_study(tmp_path):
     assert list(study.found_by_length([row])["cable"]) == [96, 128]
 
 
+def test_a_trained_model_is_read_again_with_another_config(file, tmp_path):
+    """Each stands in the tables below the model that was trained."""
+    text = file.read_text().replace('"alibi"]', '"rope"]')
+    file.write_text(f"""{text}
+[again."rope, YaRN"]
+of = "rope"
+encoding_options = {{scaling = "yarn", factor = 4.0}}
+
+[again."cable, backwards"]
+of = "cable"
+attention_backend = "reference"
+""")
+    small = study.load(str(file), ["steps=2"])
+    assert study.run(small, tmp_path / "out") == {}
+    found = study.by_variant(list(study.results(small, tmp_path / "out")))
+    assert list(found) == ["cable", "cable, backwards", "rope", "rope, YaRN"]
+    assert found["cable, backwards"][64] == pytest.approx(found["cable"][64], rel=1e-4)
+    assert found["rope, YaRN"][64] != found["rope"][64]
+    done = CliRunner().invoke(app, ["study", "report", str(file), "steps=2", "--out", str(tmp_path / "out")])
+    assert done.exit_code == 0 and "rope, YaRN" in (tmp_path / "out" / "table.md").read_text()
+    file.write_text(file.read_text().replace('"yarn"', '"ntk"'))
+    with pytest.raises(CableError, match=r"again.rope, YaRN.encoding_options.scaling was 'yarn' and is 'ntk'"):
+        list(study.results(study.load(str(file), ["steps=2"]), tmp_path / "out"))
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ('[again.more]\nof = "rop"', "unknown variant (of) in [again.'more'] 'rop'"),
+        ('[again.more]\nof = "cable"\nattention_prun = 0.1', "Did you mean 'attention_prune'?"),
+        ('[again.alibi]\nof = "cable"', "has the name of a variant"),
+        ("[seeds_of]\nrope = [1]", "unknown variant in seeds_of 'rope'"),
+    ],
+)
+def test_bad_names_in_a_study_are_found_before_training(section, words, file):
+    file.write_text(f"{file.read_text()}\n{section}\n")
+    with pytest.raises(CableError) as error:
+        study.load(str(file))
+    assert words in str(error.value)
+
+
+def test_variants_may_have_seeds_of_their_own(file):
+    file.write_text(f"{file.read_text()}\n[seeds_of]\ncable = [0, 1, 2]\n")
+    assert [cell.name for cell in study.load(str(file)).cells()] == ["cable-0", "cable-1", "cable-2", "alibi-0"]
+
+
+def test_stored_results_outlive_new_settings(file, tmp_path):
+    """What was stored before a setting existed had its default."""
+    small = study.load(str(file), ["steps=2"])
+    study.run(small, tmp_path / "out", only=["cable"])
+    path = tmp_path / "out" / "cable-0" / "evaluation.json"
+    row = json.loads(path.read_text())
+    del row["settings"]["recipe"]["train"]["clip"], row["settings"]["reading"]["stride"]
+    path.write_text(json.dumps(row))
+    assert [found["cell"] for found in study.results(small, tmp_path / "out")] == ["cable-0"]
+    with pytest.raises(CableError, match=r"recipe.train.clip was 1.0 and is 2.0"):
+        list(study.results(study.load(str(file), ["steps=2", "clip=2.0"]), tmp_path / "out"))
+
+
 def test_results_of_other_settings_never_mix(file, tmp_path):
     first = study.load(str(file), ["steps=2"])
     study.run(first, tmp_path / "out", only=["cable"])

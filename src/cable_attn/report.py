@@ -12,6 +12,9 @@ from cable_attn.files import write_atomically
 Perplexities = Mapping[str, Mapping[int, float]]
 """encoding → length → perplexity; a length that an encoding cannot read is absent."""
 
+Curves = Mapping[str, list[tuple[int, float]]]
+"""name → (tokens or place, loss)."""
+
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")  # Okabe and Ito
 MARKERS = "osD^vPX"
 NOTE: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8, "color": "0.4"}
@@ -142,25 +145,40 @@ def passkey_figure(rows: list[dict[str, Any]], stem: Path) -> list[Path]:
 
 
 def loss_figure(
-    curves: Mapping[str, list[tuple[int, float]]],
-    stem: Path,
-    what: str = "training loss",
-    along: str = "tokens seen in training",
+    curves: Curves, stem: Path, what: str = "training loss", along: str = "tokens seen in training"
 ) -> list[Path]:
     """Loss against tokens seen, a line for each name, as PNG, SVG and PDF."""
-    figure, axes = pyplot().subplots(figsize=(6.4, 4.2), layout="constrained")
+    figure, axes = _lines(curves, what, along)
     import matplotlib
 
+    axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
+    return save(figure, stem)
+
+
+def place_figure(curves: Curves, trained_at: int, stem: Path) -> list[Path]:
+    """Loss at each place of a long text, a line for each name, as PNG, SVG and PDF."""
+    figure, axes = _lines(curves, "loss on held-out text", "place in the text, tokens")
+    _mark_training(axes, trained_at)
+    axes.set_xscale("log", base=2)
+    return save(figure, stem)
+
+
+def _lines(curves: Curves, what: str, along: str) -> tuple[Any, Any]:
+    figure, axes = pyplot().subplots(figsize=(6.4, 4.2), layout="constrained")
     for n, (name, curve) in enumerate(curves.items()):
         style = ("-", "--", "-.", ":")[n % 4]
         axes.plot(*zip(*curve), style, label=name, color=COLOURS[n % len(COLOURS)], linewidth=1.3)
-    axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
     axes.set_xlabel(along)
     axes.set_ylabel(what)
     axes.grid(axis="y", color="0.92")
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(frameon=False, loc="outside right upper")
-    return save(figure, stem)
+    return figure, axes
+
+
+def _mark_training(axes: Any, trained_at: int) -> None:
+    axes.axvline(trained_at, color="0.6", linestyle=":", linewidth=1)
+    axes.annotate("trained here", (trained_at, 0.97), xycoords=("data", "axes fraction"), xytext=(4, 0), **NOTE)
 
 
 def perplexity_figure(results: Perplexities, trained_at: int, stem: Path) -> list[Path]:
@@ -179,8 +197,7 @@ def perplexity_figure(results: Perplexities, trained_at: int, stem: Path) -> lis
             linewidth=2.5 if n == 0 else 1.5,
             zorder=3 - n / 100,  # the first encoding lies on top
         )
-    axes.axvline(trained_at, color="0.6", linestyle=":", linewidth=1)
-    axes.annotate("trained here", (trained_at, 0.97), xycoords=("data", "axes fraction"), xytext=(4, 0), **NOTE)
+    _mark_training(axes, trained_at)
     lengths = sorted({length for row in results.values() for length in row})
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [str(length) for length in lengths])

@@ -25,8 +25,9 @@ from cable_attn import recipe as recipes
 from cable_attn.data.shards import Tokens
 from cable_attn.environment import environment
 from cable_attn.errors import CableError, unknown
-from cable_attn.evaluation import checkpoint_hash, evaluate, find_held_out
+from cable_attn.evaluation import HeldOut, checkpoint_hash, evaluate, find_held_out
 from cable_attn.files import read_json, writable_folder, write_json
+from cable_attn.models.gpt import CableGPTConfig
 from cable_attn.models.loading import load_model, tokenizer_of
 from cable_attn.recipe import Recipe
 from cable_attn.retrieval import cell as retrieval_cell
@@ -78,18 +79,25 @@ class Study:
     """Name → overrides of the recipe."""
     lengths: list[int]
     seeds: list[int] = field(default_factory=lambda: [0])
+    seeds_of: dict[str, list[int]] = field(default_factory=dict)
+    """Of variants that have others."""
     overrides: list[str] = field(default_factory=list)
     """Of the recipe, for every cell."""
     reading: Reading = Reading()
     paper: str = ""
     """The entry of paper.json that has the paper's numbers."""
+    like: str = ""
+    """The entry that asked the same of other data: not to be compared number by number."""
+    again: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Name → a variant (``of``) and fields of the config with which its trained models are read once more."""
     trained_by: str = ""
     """Another study whose models are read here, from the folder beside this one."""
     retrieval: Retrieval | None = None
     """Encoders only: fine-tune them and search."""
 
     def cells(self) -> list[Cell]:
-        return [Cell(self, variant, seed) for variant in self.variants for seed in self.seeds]
+        seeds = {variant: self.seeds_of.get(variant, self.seeds) for variant in self.variants}
+        return [Cell(self, variant, seed) for variant, own in seeds.items() for seed in own]
 
     @property
     def trained_at(self) -> int:
@@ -114,7 +122,14 @@ class Cell:
         """All that its results depend on."""
         study = self.study
         known = {"recipe": asdict(self.recipe()), "reading": asdict(study.reading), "lengths": study.lengths}
-        return known if study.retrieval is None else {**known, "retrieval": asdict(study.retrieval)}
+        known |= {} if study.retrieval is None else {"retrieval": asdict(study.retrieval)}
+        return {**known, "again": self.again} if self.again else known
+
+    @property
+    def again(self) -> dict[str, dict[str, Any]]:
+        """What its model is read with once more."""
+        own = {name: dict(changes) for name, changes in self.study.again.items()}
+        return {name: changes for name, changes in own.items() if changes.pop("of") == self.variant}
 
 
 def builtin() -> list[str]:
@@ -146,10 +161,27 @@ def load(name: str, overrides: Sequence[str] = ()) -> Study:
 def check(study: Study) -> None:
     """A bad name or number must not come up hours later."""
     paper(study.paper)
+    paper(study.like)
+    for variant in study.seeds_of:
+        if variant not in study.variants:
+            raise unknown("variant in seeds_of", variant, list(study.variants))
+    for name, changes in study.again.items():
+        _check_again(study, name, changes)
     for cell in study.cells():
         pretraining.plan(cell.recipe())
         if study.retrieval is not None and cell.recipe().model.family != "bert":
             raise CableError(f"study {study.name!r}: [retrieval] is for encoders, and {cell.name} is a GPT.")
+
+
+def _check_again(study: Study, name: str, changes: dict[str, Any]) -> None:
+    of, known = changes.get("of"), CableGPTConfig().to_dict()
+    if of not in study.variants:
+        raise unknown(f"variant (of) in [again.{name!r}]", str(of), list(study.variants))
+    for key in changes:
+        if key != "of" and key not in known:
+            raise unknown(f"field of the config in [again.{name!r}]", key, sorted(known))
+    if name in study.variants:
+        raise CableError(f"[again.{name!r}] has the name of a variant. Give it one of its own.")
 
 
 def from_tree(name: str, tree: dict[str, Any], overrides: list[str]) -> Study:
@@ -313,13 +345,26 @@ def stored_result(cell: Cell, out: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     result: dict[str, Any] = read_json(path)
-    if result["settings"] != _as_json(cell.settings()):
-        changed = _difference(result["settings"], cell.settings())
+    before = _complete(result["settings"])
+    if before != _as_json(cell.settings()):
+        changed = _difference(before, cell.settings())
         raise CableError(
             f"{str(path.parent)!r} holds results of other settings ({changed}). Give the same overrides, choose "
             "another folder with --out, or delete it."
         )
     return result
+
+
+def _complete(settings: dict[str, Any]) -> dict[str, Any]:
+    """With the defaults of settings that did not exist yet when these were stored."""
+    defaults = {"recipe": asdict(Recipe()), "reading": asdict(Reading()), "retrieval": asdict(Retrieval())}
+    known = {key: value for key, value in defaults.items() if key in settings}
+    return _merged(_as_json(known), settings)
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    both = {key: _merged(below[key], above[key]) for key in below if isinstance(above.get(key), dict)}
+    return {**below, **above, **both}
 
 
 def _as_json(value: Any) -> Any:
@@ -375,9 +420,22 @@ def _read(cell: Cell, folder: Path, own: Path, watch: Watcher | None) -> dict[st
         result |= retrieval_cell.run(folder, own, study.retrieval, study.lengths, cell.seed, on_share)
     if recipe.model.family == "bert":  # otherwise the loss of its training is all there is to read
         return {**result, "results": []}
-    model = load_model(folder).to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
-    reading = study.reading
-    text = find_held_out(reading.path or recipe.data.path, reading.split, reading.tokens, tokenizer_of(folder))
+    text = find_held_out(
+        study.reading.path or recipe.data.path, study.reading.split, study.reading.tokens, tokenizer_of(folder)
+    )
+    result |= {"data": {"source": text.source, "sha256": text.sha256}} | _read_model(cell, folder, {}, text, watch)
+    if cell.again:
+        found = {name: _read_model(cell, folder, changes, text, watch) for name, changes in cell.again.items()}
+        result["again"] = found
+    return result
+
+
+def _read_model(
+    cell: Cell, folder: Path, changes: dict[str, Any], text: HeldOut, watch: Watcher | None
+) -> dict[str, Any]:
+    """``changes``: to the model's config, which its weights know nothing of."""
+    study, reading = cell.study, cell.study.reading
+    model = load_model(folder, **changes).to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
     done, total = 0, len(text.tokens) * len(study.lengths)
 
     def on_tokens(length: int, count: int) -> None:
@@ -387,12 +445,12 @@ def _read(cell: Cell, folder: Path, own: Path, watch: Watcher | None) -> dict[st
 
     options: dict[str, Any] = {"stride": reading.stride or None, "same_tokens": reading.same_tokens}
     rows = evaluate(model, text, study.lengths, batch_tokens=reading.batch_tokens, watch=on_tokens, **options)
-    result |= {"data": {"source": text.source, "sha256": text.sha256}, "results": rows}
+    result: dict[str, Any] = {"results": rows}
     if reading.passkey:
         task = passkey.Task(text.tokenizer)
         _tell(watch, cell, "looking for pass keys", 1.0)
         result["passkey"] = passkey.measure(model, task, text.tokens, study.lengths, passkey.DEPTHS, reading.passkey)
-    if reading.tasks:
+    if reading.tasks and not changes:
         files = Path(reading.task_folder) if reading.task_folder else None
         _tell(watch, cell, "answering tasks", 1.0)
         result["tasks"] = harness.run_tasks(model, text.tokenizer, reading.tasks, files)
@@ -416,10 +474,18 @@ def results(study: Study, out: Path) -> Iterator[dict[str, Any]]:
             yield result
 
 
+def with_again(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What was read once more stands as a variant of its own, below the one that was trained."""
+    told = []
+    for row in rows:
+        told += [row, *({**row, "variant": name, **found} for name, found in row.get("again", {}).items())]
+    return told
+
+
 def by_variant(rows: Sequence[dict[str, Any]], key: str = "perplexity") -> dict[str, dict[int, list[float]]]:
     """variant → length → the values of all seeds; lengths that a variant cannot read are absent."""
     table: dict[str, dict[int, list[float]]] = {}
-    for row in rows:
+    for row in with_again(rows):
         lengths = table.setdefault(row["variant"], {})
         for result in row["results"]:
             if key in result:
@@ -453,7 +519,7 @@ def found_documents(rows: Sequence[dict[str, Any]], collection: str) -> dict[str
 def found_by_length(rows: Sequence[dict[str, Any]]) -> dict[str, dict[int, list[float]]]:
     """variant → length → the share of pass keys found at all depths, for all seeds."""
     table: dict[str, dict[int, list[float]]] = {}
-    for row in rows:
+    for row in with_again(rows):
         for length in sorted({result["length"] for result in row.get("passkey", []) if "error" not in result}):
             found = [result["accuracy"] for result in row["passkey"] if result["length"] == length]
             table.setdefault(row["variant"], {}).setdefault(length, []).append(100 * sum(found) / len(found))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
@@ -15,7 +15,7 @@ from cable_attn import recipe as recipes
 from cable_attn import study as studies
 from cable_attn.errors import CableError
 from cable_attn.files import read_json, write_atomically
-from cable_attn.report import loss_figure, passkey_figure, perplexity_figure
+from cable_attn.report import loss_figure, passkey_figure, perplexity_figure, place_figure
 from cable_attn.tables import LengthTable
 
 FILE = "report.html"
@@ -51,6 +51,20 @@ class Gathered:
         return int(self.rows[0]["settings"]["recipe"]["data"]["length"])
 
 
+@dataclass(frozen=True)
+class Figure:
+    """``name``: of its file."""
+
+    name: str
+    caption: str
+    function: Callable[..., list[Path]]
+    content: tuple[Any, ...]
+    labels: tuple[str, ...] = ()
+
+    def draw(self, stem: Path) -> list[Path]:
+        return self.function(*self.content, stem, *self.labels)
+
+
 def gather(folder: Path, title: str = "", paper: Mapping[str, Mapping[str, float | None]] | None = None) -> Gathered:
     """What a run folder, or a folder of runs, holds."""
     if not folder.is_dir():
@@ -63,6 +77,60 @@ def gather(folder: Path, title: str = "", paper: Mapping[str, Mapping[str, float
             f"{str(folder)!r} holds no run yet: no metrics.jsonl or {studies.EVALUATION} in it or one below."
         )
     return Gathered(title or folder.resolve().name, rows, failures(folder), paper or {}, studies.baseline(folder))
+
+
+def length_tables(gathered: Gathered) -> dict[str, LengthTable]:
+    """Every table with a column for each length; the names make file names."""
+    tables = {}
+    values = {name: row for name, row in studies.by_variant(gathered.rows).items() if row}
+    if values:
+        tables["table"] = LengthTable(gathered.title, values, gathered.trained_at, gathered.paper)
+    found_documents = retrieval_tables(gathered)
+    for name, table in found_documents.items():
+        tables["table" if len(found_documents) == 1 else f"table-{name.replace('/', '-')}"] = table
+    found = studies.found_by_length(gathered.rows)
+    if found:
+        tables["passkey"] = LengthTable(
+            "Pass keys found, %", found, gathered.trained_at, digits=1, lower_is_better=False
+        )
+    return tables
+
+
+def figures(gathered: Gathered) -> list[Figure]:
+    """All that can be drawn of what is stored; curves of the first seed only."""
+    told = []
+    means = mean_perplexities(gathered.rows)
+    if means:
+        told.append(Figure("perplexity", "Perplexity against length", perplexity_figure, (means, gathered.trained_at)))
+    first = {row["variant"]: row for row in reversed(studies.with_again(gathered.rows))}
+    rows = [first[row["variant"]] for row in studies.with_again(gathered.rows) if first[row["variant"]] is row]
+    places = {row["variant"]: _longest(row) for row in rows if _longest(row)}
+    if places:
+        told.append(Figure("places", "Loss by place in the longest text", place_figure, (places, gathered.trained_at)))
+    trained = {row["cell"]: row for row in reversed(rows)}
+    curves = {name: row["training"]["curve"] for name, row in reversed(trained.items()) if row["training"].get("curve")}
+    if curves:
+        told.append(Figure("loss", "Loss in training", loss_figure, (curves,)))
+    tuned = {row["cell"]: row["fine_tuning"]["curve"] for row in rows if "fine_tuning" in row}
+    if tuned:
+        labels = ("contrastive loss", "queries seen in fine-tuning")
+        told.append(Figure("contrastive", "Loss in fine-tuning", loss_figure, (tuned,), labels))
+    for row in rows:
+        if any("error" not in found for found in row.get("passkey", [])):
+            name = row["variant"].replace(" ", "-").replace(",", "")
+            caption = f"Pass keys found by {row['variant']}, by length and depth"
+            told.append(Figure(f"passkey-{name}", caption, passkey_figure, (row["passkey"],)))
+    return told
+
+
+def mean_perplexities(rows: Sequence[dict[str, Any]]) -> dict[str, dict[int, float]]:
+    values = studies.by_variant(rows)
+    return {name: {n: statistics.mean(found) for n, found in row.items()} for name, row in values.items() if row}
+
+
+def _longest(row: dict[str, Any]) -> list[tuple[int, float]]:
+    read = [result for result in row["results"] if "by_place" in result]
+    return max(read, key=lambda result: result["length"])["by_place"] if read else []
 
 
 def retrieval_tables(gathered: Gathered) -> dict[str, LengthTable]:
@@ -155,18 +223,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _results(gathered: Gathered) -> list[str]:
-    values = studies.by_variant(gathered.rows)
-    parts = []
-    if any(values.values()):
-        perplexity = LengthTable("Perplexity on held-out text", values, gathered.trained_at, gathered.paper)
-        parts += _length_table(perplexity)
-    for found_documents in retrieval_tables(gathered).values():
-        parts += _length_table(found_documents)
-    found = studies.found_by_length(gathered.rows)
-    if found:
-        parts += _length_table(
-            LengthTable("Pass keys found, %", found, gathered.trained_at, digits=1, lower_is_better=False)
-        )
+    parts = [part for found in length_tables(gathered).values() for part in _length_table(found)]
     tasks = [
         [escape(row["cell"]), escape(task), escape(metric), f"{value:.4f}"]
         for row in gathered.rows
@@ -189,28 +246,11 @@ def _length_table(found: LengthTable) -> list[str]:
 
 def _figures(gathered: Gathered) -> list[str]:
     """Drawn anew from the numbers, inside the page."""
-    values = studies.by_variant(gathered.rows)
-    means = {name: {n: statistics.mean(found) for n, found in row.items()} for name, row in values.items() if row}
-    curves = {row["cell"]: row["training"]["curve"] for row in gathered.rows if row["training"].get("curve")}
     with tempfile.TemporaryDirectory() as folder:
-        stem = Path(folder) / "figure"
         try:
-            parts = []
-            if means:
-                parts.append(_figure(perplexity_figure(means, gathered.trained_at, stem), "Perplexity against length"))
-            if curves:
-                parts.append(_figure(loss_figure(curves, stem), "Loss in training"))
-            tuned = {row["cell"]: row["fine_tuning"]["curve"] for row in gathered.rows if "fine_tuning" in row}
-            if tuned:
-                paths = loss_figure(tuned, stem, "contrastive loss", "queries seen in fine-tuning")
-                parts.append(_figure(paths, "Loss in fine-tuning"))
-            for row in gathered.rows:
-                if any("error" not in found for found in row.get("passkey", [])):
-                    told = f"Pass keys found by {row['cell']}, by length and depth"
-                    parts.append(_figure(passkey_figure(row["passkey"], stem), told))
+            return [_figure(figure.draw(Path(folder) / figure.name), figure.caption) for figure in figures(gathered)]
         except ImportError:
             return ["<p>No figures: matplotlib is missing. pip install 'cable-attn[plot]'</p>"]
-    return parts
 
 
 def _figure(paths: list[Path], caption: str) -> str:

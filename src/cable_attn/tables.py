@@ -15,6 +15,11 @@ Values = Mapping[str, Mapping[int, Sequence[float]]]
 """name → length → the values of all seeds."""
 
 
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(cells) + " |" for cells in (header, *rows)]
+    return "\n".join([lines[0], "|---" * len(header) + "|", *lines[1:]])
+
+
 @dataclass(frozen=True)
 class LengthTable:
     """Names down, lengths across; mean and deviation over seeds; the best of each length stands out.
@@ -76,14 +81,14 @@ class LengthTable:
         return table
 
     def markdown(self) -> str:
-        lines = ["| encoding | " + " | ".join(self.header()) + " |", "|---" * (len(self.lengths) + 1) + "|"]
+        lines = []
         for name in self.values:
             cells = [
                 f"**{self.text(name, length)}**" if self.is_best(name, length) else self.text(name, length)
                 for length in self.lengths
             ]
-            lines.append(f"| {name} | " + " | ".join(cells) + " |")
-        return "\n".join(lines)
+            lines.append([name, *cells])
+        return markdown_table(["encoding", *self.header()], lines)
 
     def latex(self) -> str:
         columns = " & ".join(column.replace("×", r"$\times$") for column in self.header())

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from cable_attn.tables import markdown_table
+
 
 def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -137,7 +139,19 @@ def _by_length(rows: list[dict[str, Any]], key: str, shape: str, faster: Callabl
     return "\n".join(lines)
 
 
+def encoding_markdown(rows: list[dict[str, Any]]) -> str:
+    """Documents per second of each encoder, in the order in which they were measured."""
+    header = ("encoder", "tokens at most", "documents", "documents/s", "GPU", "commit")
+    lines = [
+        (row["encoding"], f"{row['max_length']:,}", f"{row['documents']:,}", f"{row['documents_per_second']:.1f}",
+         row["gpu"], row["commit"])
+        for row in rows
+    ]  # fmt: skip
+    return markdown_table(header, lines)
+
+
 TABLES = {
+    "encoding": encoding_markdown,
     "attention": attention_markdown,
     "pruning": pruning_markdown,
     "tuning": tuning_markdown,

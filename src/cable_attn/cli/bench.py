@@ -215,13 +215,13 @@ def bench_report(
     results: Annotated[Path, typer.Option(help="Folder of the JSONL files.")] = Path("benchmarks/results"),
     docs: Annotated[Path, typer.Option(help="Folder of the documents whose tables are made anew.")] = Path("docs"),
 ) -> None:
-    """Make the tables and figures of the documents (kernels, training, generation) from the stored measurements."""
+    """Make the tables and figures of the documents from the stored measurements."""
     from cable_attn.bench import records
     from cable_attn.files import write_atomically
     from cable_attn.report import generation_figure, speed_figure, training_figure
 
     written = []
-    pages = (docs / name for name in ("kernels.md", "training.md", "generation.md"))
+    pages = (docs / name for name in ("kernels.md", "training.md", "generation.md", "retrieval.md"))
     for page in filter(Path.exists, pages):
         write_atomically(page, records.fill(page.read_text(encoding="utf-8"), results))
         written.append(page)

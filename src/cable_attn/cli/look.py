@@ -216,15 +216,11 @@ def plot_perplexity(
 
     Example: `cable plot perplexity runs/demo`
     """
-    import statistics
-
-    from cable_attn import study as studies
     from cable_attn import summary
     from cable_attn.report import perplexity_figure
 
     gathered = summary.gather(_find_study(source)[0])
-    values = studies.by_variant(gathered.rows)
-    means = {name: {n: statistics.mean(found) for n, found in row.items()} for name, row in values.items() if row}
+    means = summary.mean_perplexities(gathered.rows)
     if not means:
         raise CableError(f"{source!r} has no perplexities. Its cells must be read: cable study run, or cable eval.")
     stem = _stem(out, "perplexity")

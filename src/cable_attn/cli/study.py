@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import shutil
-import statistics
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -50,12 +49,12 @@ def list_studies(
 ) -> None:
     """List the studies that come with the package, and what each costs."""
     from cable_attn import study as studies
+    from cable_attn.tables import markdown_table
 
     header = ("study", "what", "the paper's", "cells", "tokens each", "hours on one H100")
     rows = [_overview(studies.load(name)) for name in studies.builtin()]
     if markdown:
-        lines = [header, ("---",) * len(header), *rows]
-        say("\n".join("| " + " | ".join(line) + " |" for line in lines))
+        say(markdown_table(header, rows))
         return
     table = Table(*header)
     for row in rows:
@@ -116,10 +115,30 @@ def run_study(
 
 
 @app.command(name="report")
-def report(file: File, overrides: Overrides = None, out: Out = None) -> None:
-    """Make the table (terminal, Markdown, CSV, LaTeX) and figures of what is done, the paper's numbers beside ours."""
+def report(
+    file: Annotated[str, typer.Argument(help="A study's name or a .toml file; none: the pages of results.")] = "",
+    overrides: Overrides = None,
+    out: Out = None,
+    stored: Annotated[Path, typer.Option(help="For the pages: where studies and their results are stored.")] = Path(
+        "benchmarks"
+    ),
+    pages: Annotated[str, typer.Option(help="Which to write anew, with commas between.")] = "docs/results.md,README.md",
+    figures: Annotated[Path, typer.Option(help="The folder of the pages' figures.")] = Path("docs/results"),
+) -> None:
+    """Make the table (terminal, Markdown, CSV, LaTeX) and figures of what is done, the paper's numbers beside ours.
+
+    ```
+    cable study report wikitext103-tiny       from runs/studies/wikitext103-tiny
+    cable study report                        docs/results.md and its figures, from benchmarks/results
+    ```
+    """
+    from cable_attn import evidence
     from cable_attn import study as studies
 
+    if not file:
+        for page in names(pages, "--pages"):
+            say("Written: " + ", ".join(str(path) for path in evidence.fill(Path(page), stored, figures)))
+        return
     study = studies.load(file, overrides or [])
     _tell_page(_report(study, out or _folder(study)))
 
@@ -329,7 +348,7 @@ def _report(study: Any, folder: Path) -> Path | None:
     """Tables and figures of what is done, in the study's folder, and a page with all of it."""
     from cable_attn import study as studies
     from cable_attn import summary
-    from cable_attn.tables import LengthTable
+    from cable_attn.files import write_json
 
     rows = list(studies.results(study, folder))
     if not rows:
@@ -338,39 +357,28 @@ def _report(study: Any, folder: Path) -> Path | None:
     paper = studies.paper(study.paper)
     theirs = paper["rows"] if paper else {}
     gathered = summary.Gathered(study.title, rows, summary.failures(folder), theirs, studies.baseline(folder))
-    values = studies.by_variant(rows)
-    means = {name: {n: statistics.mean(found) for n, found in row.items()} for name, row in values.items() if row}
-    if means:
-        _write_table(LengthTable(study.title, values, study.trained_at, theirs), folder / "table", means)
-    elif study.retrieval is not None:
-        found_documents = summary.retrieval_tables(gathered)
-        for name, table in found_documents.items():
-            alone = len(found_documents) == 1
-            _write_table(table, folder / ("table" if alone else f"table-{name.replace('/', '-')}"))
-    else:
+    tables = summary.length_tables(gathered)
+    for name, table in tables.items():
+        _write_table(table, folder / name)
+    if not tables:
         console.print(_loss_table(study.title, rows))
-    found = studies.found_by_length(rows)
-    if found:
-        console.print(
-            LengthTable("Pass keys found, %", found, study.trained_at, digits=1, lower_is_better=False).rich()
-        )
+    if means := summary.mean_perplexities(rows):
+        write_json(folder / "results.json", means)
     left = [cell.name for cell in study.cells() if cell.name not in {row["cell"] for row in rows}]
     if left:
         say(f"Not done: {', '.join(left)}")
     say(f"Results: {folder}")
-    _draw(study, rows, means, folder)
+    _draw(gathered, folder)
     return summary.write(folder, gathered)
 
 
-def _write_table(table: Any, stem: Path, means: dict[str, dict[int, float]] | None = None) -> None:
+def _write_table(table: Any, stem: Path) -> None:
     """Shown, and kept in every form."""
-    from cable_attn.files import write_atomically, write_json
+    from cable_attn.files import write_atomically
 
     console.print(table.rich())
     for name, content in (("md", table.markdown() + "\n"), ("csv", table.csv()), ("tex", table.latex())):
         write_atomically(stem.with_name(f"{stem.name}.{name}"), content)
-    if means is not None:
-        write_json(stem.with_name("results.json"), means)
     say(f"Table: {stem}.md, .csv, .tex")
 
 
@@ -381,18 +389,11 @@ def _loss_table(title: str, rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _draw(study: Any, rows: list[dict[str, Any]], means: dict[str, dict[int, float]], folder: Path) -> None:
-    from cable_attn.report import loss_figure, passkey_figure, perplexity_figure
+def _draw(gathered: Any, folder: Path) -> None:
+    from cable_attn import summary
 
     try:
-        paths = perplexity_figure(means, study.trained_at, folder / "perplexity") if means else []
-        paths += loss_figure({row["cell"]: row["training"]["curve"] for row in rows}, folder / "loss")
-        tuned = {row["cell"]: row["fine_tuning"]["curve"] for row in rows if "fine_tuning" in row}
-        if tuned:
-            paths += loss_figure(tuned, folder / "contrastive", "contrastive loss", "queries seen in fine-tuning")
-        for row in rows:
-            if "passkey" in row:
-                paths += passkey_figure(row["passkey"], folder / f"passkey-{row['cell']}")
+        paths = [path for figure in summary.figures(gathered) for path in figure.draw(folder / figure.name)]
     except ImportError:
         say("No figure: matplotlib is missing. pip install 'cable-attn[plot]'")
         return

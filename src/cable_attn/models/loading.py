@@ -58,12 +58,18 @@ def load_gpt_or_bert(folder: Path) -> PreTrainedModel:
     return load_model(folder, AutoModelForMaskedLM if kind == "cable_bert" else AutoModelForCausalLM)
 
 
-def load_model(folder: Path, kind: Any = AutoModelForCausalLM) -> PreTrainedModel:
-    """The model of a checkpoint folder. Reads safetensors only and never runs code from it."""
+def load_model(folder: Path, kind: Any = AutoModelForCausalLM, **changes: Any) -> PreTrainedModel:
+    """The model of a checkpoint folder, with ``changes`` to its config. Reads safetensors only and never runs code
+    from it."""
     _require_config(folder)
     try:
         loaded: Any = kind.from_pretrained(
-            folder, output_loading_info=True, use_safetensors=True, trust_remote_code=False, local_files_only=True
+            folder,
+            output_loading_info=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            **changes,
         )
     except CableError:
         raise

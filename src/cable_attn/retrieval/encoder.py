@@ -15,6 +15,7 @@ import torch
 
 from cable_attn.errors import CableError
 from cable_attn.evaluation import checkpoint_hash
+from cable_attn.files import read_json
 from cable_attn.models.loading import checkpoint_folder
 
 PART = 512
@@ -154,7 +155,9 @@ def cache_folder(root: Path, name: str, max_length: int) -> Path:
 
 
 def encoder_hash(name: str) -> str:
-    """Of all its weights."""
+    """Of the weights of all its modules, whatever else lies below its folder."""
     folder = checkpoint_folder(name)
-    weights = [path.parent for path in sorted(folder.rglob("config.json"))] or [folder]
+    modules = folder / "modules.json"
+    places = [folder / module["path"] for module in read_json(modules)] if modules.is_file() else [folder]
+    weights = [place for place in places if (place / "config.json").is_file()] or [folder]
     return hashlib.sha256("".join(checkpoint_hash(path) for path in weights).encode()).hexdigest()

@@ -1,0 +1,154 @@
+"""``docs/results.md``: what stands between its marks is made from stored results of studies, and from nothing else.
+
+A folder holds studies, ``NAME.toml``, and what their cells have found, ``results/NAME/CELL/evaluation.json``. In a page
+
+    <!-- study NAME -->          all of a study: tables, figures, its runs with hardware and time
+    <!-- table NAME -->          its first table only
+    <!-- figure NAME FIGURE -->  one figure only
+
+each up to ``<!-- end -->``, are written anew. All pages share one folder of figures.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cable_attn import study as studies
+from cable_attn import summary
+from cable_attn.errors import CableError, unknown
+from cable_attn.files import write_atomically
+from cable_attn.study import Study
+from cable_attn.summary import Figure, Gathered
+from cable_attn.tables import LengthTable, markdown_table
+
+MARK = re.compile(r"<!-- (study|table|figure) ([\w-]+)(?: ([\w-]+))? -->.*?<!-- end -->", re.DOTALL)
+
+
+def fill(page: Path, stored: Path, figures: Path) -> list[Path]:
+    """Rewrite the page and its figures; the paths that were written. ``stored``: the folder of the studies."""
+    if not page.is_file():
+        raise CableError(f"{str(page)!r} is no file.")
+    written: list[Path] = []
+
+    def block(found: re.Match[str]) -> str:
+        kind, name, figure = found.groups()
+        mark = found.group(0).split("-->", 1)[0] + "-->"
+        told = Stored(stored, name, page, figures, written)
+        content = {"study": told.section, "table": told.table, "figure": lambda: told.figure(figure)}[kind]()
+        return f"{mark}\n{content}\n<!-- end -->"
+
+    text = page.read_text(encoding="utf-8")
+    write_atomically(page, MARK.sub(block, text))
+    return [page, *dict.fromkeys(written)]
+
+
+class Stored:
+    """One study's results, as Markdown for a page."""
+
+    def __init__(self, stored: Path, name: str, page: Path, figures: Path, written: list[Path]):
+        known = sorted(path.stem for path in stored.glob("*.toml"))
+        if name not in known:
+            raise unknown("stored study", name, known)
+        self.study: Study = studies.load(str(stored / f"{name}.toml"))
+        self.folder = stored / "results" / name
+        self.page, self.figures, self.written = page, figures, written
+        rows = list(studies.results(self.study, self.folder))
+        if not rows:
+            raise CableError(f"{str(self.folder)!r} holds no results yet.")
+        paper = studies.paper(self.study.paper)
+        self.gathered = Gathered(
+            self.study.title, rows, {}, paper["rows"] if paper else {}, studies.baseline(self.folder)
+        )
+
+    def section(self) -> str:
+        tables = [_with_caption(table) for table in self.tables()]
+        pictures = [self._picture(figure) for figure in summary.figures(self.gathered)]
+        return "\n\n".join([*tables, *pictures, self._runs(), self._source()])
+
+    def table(self) -> str:
+        return _with_caption(self.tables()[0])
+
+    def tables(self) -> list[LengthTable]:
+        tables = list(summary.length_tables(self.gathered).values())
+        return tables + ([self._growth()] if self.study.like else [])
+
+    def figure(self, name: str | None) -> str:
+        known = {figure.name: figure for figure in summary.figures(self.gathered)}
+        if name not in known:
+            raise unknown(f"figure of {self.study.name!r}", str(name), list(known))
+        return self._picture(known[name])
+
+    def _growth(self) -> LengthTable:
+        """Ours and the paper's on other data, each over its own value at the training length."""
+        at = self.study.trained_at
+        entry = studies.paper(self.study.like)
+        assert entry is not None
+        ours = {
+            name: {length: [value / row[at]] for length, value in row.items()}
+            for name, row in summary.mean_perplexities(self.gathered.rows).items()
+            if at in row
+        }
+        theirs = {
+            name: {length: value and round(value / row[str(at)], 3) for length, value in row.items()}
+            for name, row in entry["rows"].items()
+            if row.get(str(at))
+        }
+        title = f"Perplexity over that at {at} tokens. The paper's, {entry['where']}: {entry['what']}"
+        return LengthTable(title, ours, at, theirs, digits=3)
+
+    def _picture(self, figure: Figure) -> str:
+        target = self.figures / f"{self.study.name}-{figure.name}.svg"
+        if target not in self.written:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory() as folder:
+                paths = figure.draw(Path(folder) / figure.name)
+                drawn = next(path for path in paths if path.suffix == ".svg").read_bytes()
+            write_atomically(target, drawn)
+            self.written.append(target)
+        return f"![{self.study.title}: {figure.caption}]({self._link(target)})"
+
+    def _runs(self) -> str:
+        """What was trained, for how long, and the file behind it."""
+        lines = [self._run(row) for row in self.gathered.rows]
+        header = ("run", *(head for head, _, _ in RUN), "read in s", "GPU", "commit")
+        return f"<details><summary>The runs</summary>\n\n{markdown_table(header, lines)}\n\n</details>"
+
+    def _run(self, row: dict[str, Any]) -> list[str]:
+        file = self.folder / row["cell"] / studies.EVALUATION
+        known = [row["training"].get(key) for _, key, _ in RUN]
+        told = ["–" if value is None else form(value) for value, (_, _, form) in zip(known, RUN)]
+        read = sum(result.get("seconds", 0) for result in row["results"])
+        told.append(f"{read:.0f}" if read else "–")
+        return [f"[{row['cell']}]({self._link(file)})", *told, row.get("gpu") or "CPU", row["commit"]]
+
+    def _source(self) -> str:
+        versions = dict.fromkeys(
+            ", ".join(f"{name} {version}" for name, version in row["versions"].items()) for row in self.gathered.rows
+        )
+        left = len(self.study.cells()) - len(self.gathered.rows)
+        file = self.folder.parent.parent / f"{self.study.name}.toml"
+        told = f"[{file.name}]({self._link(file)}) with {'; '.join(versions)}."
+        return told + (f" Not run yet: {left} of {len(self.study.cells())} cells." if left else "")
+
+    def _link(self, target: Path) -> str:
+        return Path(os.path.relpath(target, self.page.parent)).as_posix()
+
+
+RUN: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("tokens", "tokens", "{:,}".format),
+    ("loss", "loss", "{:.3f}".format),
+    ("held-out loss", "eval_loss", "{:.3f}".format),
+    ("tokens/s", "tokens_per_second", "{:,.0f}".format),
+    ("trained in s", "train_runtime", "{:.0f}".format),
+    ("peak MiB", "peak_memory_mib", "{:,.0f}".format),
+)
+"""Column, key of the training record, form."""
+
+
+def _with_caption(table: LengthTable) -> str:
+    return f"**{table.title}**\n\n{table.markdown()}\n\n{table.caption}"
