@@ -86,7 +86,7 @@ def test_the_decoding_operator_has_a_true_shape():
     q, k, v = make_inputs(2, 4, 2, 1, 70, 16)
     c = torch.rand(2, 4, 70).double().cumsum(-1)
     operands = (q, k, v, c, torch.rand(2, 4, 1), torch.tensor(60), 0, *[None] * 4, 0.25, 0, 0, 0.0)
-    torch.library.opcheck(decoding.decode, operands, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(torch.ops.cable_attn.decode.default, operands, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize(

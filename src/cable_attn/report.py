@@ -194,6 +194,7 @@ def perplexity_figure(results: Perplexities, trained_at: int, stem: Path) -> lis
             label=name,
             color=COLOURS[n % len(COLOURS)],
             marker=MARKERS[n % len(MARKERS)],
+            linestyle="-" if n < len(COLOURS) else "--",
             linewidth=2.5 if n == 0 else 1.5,
             zorder=3 - n / 100,  # the first encoding lies on top
         )

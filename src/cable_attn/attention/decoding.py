@@ -11,6 +11,7 @@ has the same share here, so that each can be judged alone, and Z is bounded by t
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -46,7 +47,8 @@ def run(call: Call) -> Tensor:
     means, numbers = None, None
     if call.prune and call.summaries is not None and layout.document_ids is None:
         means, numbers = call.summaries
-    return decode(
+    serve: Callable[..., Tensor] = torch.ops.cable_attn.decode if torch.compiler.is_compiling() else _decode
+    return serve(
         *rows_of_numbers(call.q, call.k, call.v), c, g, *_place(layout.query_start), *masks(layout), means, numbers,
         call.scale, layout.window or 0, kernel, call.prune or 0.0,
     )  # fmt: skip
@@ -56,8 +58,7 @@ def _place(start: Index) -> tuple[Tensor | None, int]:
     return (start, 0) if isinstance(start, Tensor) else (None, start)
 
 
-@torch.library.custom_op("cable_attn::decode", mutates_args=())
-def decode(
+def _decode(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -111,7 +112,10 @@ def decode(
     return out
 
 
-@decode.register_fake
+_operator = torch.library.custom_op("cable_attn::decode", _decode, mutates_args=())
+
+
+@_operator.register_fake
 def _(q, *rest):  # type: ignore[no-untyped-def]
     batch, heads, queries, dim = q.shape
     return q.new_empty(batch, queries, heads, dim).transpose(1, 2)

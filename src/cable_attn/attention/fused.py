@@ -73,21 +73,14 @@ def defers(call: Call) -> str | None:
     if call.q.device.type != "cuda":
         return "the interpreter is for tests"
     layout = call.layout
-    if isinstance(layout.query_start, Tensor):
-        return "the kernel for a static cache has not been measured on a GPU yet"
-    if call.bias is None and layout.key_mask is None and layout.document_ids is None and layout.window is None:
+    masked = layout.key_mask is not None or layout.document_ids is not None or layout.window is not None
+    if call.bias is None and not masked and isinstance(layout.query_start, int):
         return "without a bias or a mask there is nothing to fuse"
     return None
 
 
 def run(call: Call) -> Tensor:
-    return decoding.run(call) if _decodes(call) else _fused(call)[0]
-
-
-def _decodes(call: Call) -> bool:
-    # Where the host knows the queries' place the kernel for a cache is new, and waits for its turn on a GPU.
-    unknown = isinstance(call.layout.query_start, Tensor)
-    return decoding.serves(call) and (unknown or interpreting() or call.summaries is not None)
+    return decoding.run(call) if decoding.serves(call) else _fused(call)[0]
 
 
 def log_sum_exp(call: Call) -> Tensor:
