@@ -253,7 +253,8 @@ def _require_positions(model: PreTrainedModel, length: int) -> None:
     """A learned table of positions ends somewhere; on a GPU reading past it would kill the process."""
     for name, module in model.named_modules():
         is_table = name.rpartition(".")[2] in ("wpe", "embed_positions", "position_embeddings")
-        if is_table and isinstance(module, torch.nn.Embedding) and module.num_embeddings < length:
+        is_off = hasattr(module, "_cable_hooks")  # add_cable has switched it off
+        if is_table and not is_off and isinstance(module, torch.nn.Embedding) and module.num_embeddings < length:
             raise CableError(f"the model has {module.num_embeddings} learned positions, {length} tokens need more.")
 
 

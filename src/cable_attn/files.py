@@ -43,3 +43,8 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CableError(f"cannot read {str(path)!r}: {error}. Delete it to make it anew.") from error
+
+
+def as_json(value: Any) -> Any:
+    """What it would be when it has been written and read."""
+    return json.loads(json.dumps(value))

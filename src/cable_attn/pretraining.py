@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset, SequentialSampler, Subset
 from transformers import IntervalStrategy, PreTrainedModel, TrainerCallback, TrainingArguments, set_seed
 
+from cable_attn import adapting
 from cable_attn.data.shards import Request, Tokens, prepare, read_manifest
 from cable_attn.data.sources import open_source
 from cable_attn.data.tokenizers import find_tokenizer, load_tokenizer
@@ -33,8 +34,7 @@ from cable_attn.environment import environment
 from cable_attn.errors import CableError
 from cable_attn.files import read_json, writable_folder, write_atomically, write_json
 from cable_attn.models import CableBertConfig, CableBertForMaskedLM, CableGPTConfig, CableGPTForCausalLM
-from cable_attn.models.bert import CableBertBlock
-from cable_attn.models.gpt import CableGPTBlock
+from cable_attn.models.loading import checkpoint_folder, tokenizer_of
 from cable_attn.passkey import Mixed, Task
 from cable_attn.recipe import Recipe, load, to_toml
 from cable_attn.training import DecayingTrainer, Watcher, Watching, last_complete_checkpoint, leads, processes
@@ -62,8 +62,10 @@ MODELS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def make_config(recipe: Recipe) -> CableGPTConfig | CableBertConfig:
+def make_config(recipe: Recipe) -> Any:
     part = recipe.model
+    if part.checkpoint:
+        return adapting.read_config(part)
     settings = {
         "encoding": part.encoding,
         "encoding_options": part.encoding_options or None,
@@ -78,15 +80,19 @@ def make_config(recipe: Recipe) -> CableGPTConfig | CableBertConfig:
 
 
 def make_model(recipe: Recipe) -> PreTrainedModel:
+    if recipe.model.checkpoint:
+        return adapting.make(recipe.model)
     return MODELS[recipe.model.family][1](make_config(recipe))
 
 
-def compile_layers(model: PreTrainedModel, **options: Any) -> None:
+def compile_layers(model: Any, **options: Any) -> None:
     """torch.compile for each layer, in place, and for the loss: the logits are the largest tensor by far."""
+    layers = set(model._no_split_modules or ())
     for module in model.modules():
-        if isinstance(module, (CableGPTBlock, CableBertBlock)):
+        if type(module).__name__ in layers:
             module.compile(**options)
-    model.loss_function = torch.compile(model.loss_function, **options)
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner.loss_function = torch.compile(inner.loss_function, **options)
 
 
 def load_data(recipe: Recipe, folder: Path) -> Data:
@@ -132,15 +138,16 @@ def _validation(recipe: Recipe, path: Path) -> Dataset | None:
 
 def plan(recipe: Recipe, devices: int = 1) -> dict[str, Any]:
     """What a run would be, without training."""
-    with torch.device("meta"):
-        model = make_model(recipe)
+    model = _blank(recipe)
     parameters = sum(p.numel() for p in model.parameters())
     config, micro = model.config, recipe.train.micro_batch * recipe.data.length
     half = 2 if recipe.train.precision != "fp32" else 4
     activations = micro * config.num_hidden_layers * config.hidden_size * 17 * half
     logits = micro * config.vocab_size * (half + 8)
+    learning = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return {
         "parameters": parameters,
+        **({} if learning == parameters else {"of these learn": learning}),
         "tokens per update": recipe.train.tokens_per_update,
         "updates": recipe.train.steps,
         "tokens in all": recipe.train.tokens_per_update * recipe.train.steps,
@@ -148,6 +155,14 @@ def plan(recipe: Recipe, devices: int = 1) -> dict[str, Any]:
         "devices": devices,
         "memory per device, about": f"{(parameters * 16 + activations + logits) / 2**20:,.0f} MiB",
     }
+
+
+def _blank(recipe: Recipe) -> PreTrainedModel:
+    """Without memory for its weights."""
+    if recipe.model.checkpoint:
+        return adapting.make_blank(recipe.model)
+    with torch.device("meta"):
+        return make_model(recipe)
 
 
 def run(recipe: Recipe, folder: Path, resume: bool = False, watch: Watcher | None = None) -> dict[str, float]:
@@ -176,8 +191,13 @@ def run(recipe: Recipe, folder: Path, resume: bool = False, watch: Watcher | Non
     trainer.require_finite()
     if stop.agreed:
         raise Stopped(f"stopped at step {trainer.state.global_step}, saved. Go on with: cable train … --resume")
-    _save_model(trainer, data.tokenizer, folder)
+    trainer.model = adapting.merged(trainer.model)
+    _save_model(trainer, data.tokenizer or _own_tokenizer(recipe), folder)
     return {key: value for entry in trainer.state.log_history[-2:] for key, value in entry.items()}
+
+
+def _own_tokenizer(recipe: Recipe) -> Any:
+    return tokenizer_of(checkpoint_folder(recipe.model.checkpoint)) if recipe.model.checkpoint else None
 
 
 def _claim(folder: Path, recipe: Recipe, resume: bool) -> None:
@@ -284,6 +304,10 @@ class _PretrainTrainer(DecayingTrainer):
 
     windows_per_update = 0
 
+    def __init__(self, model: Any, **kwargs: Any):
+        self.is_ours = isinstance(model, (CableGPTForCausalLM, CableBertForMaskedLM))
+        super().__init__(model=model, **kwargs)
+
     @property
     def checkpoints(self) -> Path:
         return Path(str(self.args.output_dir))
@@ -303,7 +327,8 @@ class _PretrainTrainer(DecayingTrainer):
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         # In low precision accelerate makes fp32 copies of all outputs, and the logits are gigabytes.
-        return super().compute_loss(model, {**inputs, "loss_only": True}, *args, **kwargs)
+        own = {"loss_only": True} if self.is_ours else {"use_cache": False}
+        return super().compute_loss(model, {**inputs, **own}, *args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)

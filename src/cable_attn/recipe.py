@@ -13,6 +13,7 @@ from typing import Any, get_type_hints
 from cable_attn.errors import CableError, require_known, unknown
 
 FAMILIES = ("gpt", "bert")
+WEIGHTS = ("all", "new", "lora")
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,13 @@ class ModelPart:
     vocab_size: int = 50304
     overrides: dict[str, Any] = field(default_factory=dict)
     """Any other field of the model's config."""
+    checkpoint: str = ""
+    """Begin with this causal language model of transformers (a folder, or a name of the hub), to which add_cable gives
+    the encoding; encoding ``none``: as it is. A folder with a config alone: with fresh weights."""
+    keep_positions: bool = False
+    """With a checkpoint: its own positions stay beside the encoding."""
+    weights: str = "all"
+    """With a checkpoint: which learn. all; new: the encoding's only; lora: those, and adapters for the rest."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +98,11 @@ class Recipe:
             raise CableError(
                 "data.passkey is for gpt without separate_documents: fact and question must see each other."
             )
+        require_known("model.weights", self.model.weights, WEIGHTS)
+        if self.model.checkpoint and (self.model.family != "gpt" or self.data.separate_documents):
+            raise CableError("model.checkpoint is for the family gpt (next tokens), without separate_documents.")
+        if self.model.weights == "new" and self.model.encoding == "none":
+            raise CableError("model.weights=new trains the encoding alone, and with encoding=none there is none.")
         if not 0 < self.train.masked < 1:
             raise CableError(f"train.masked must lie between 0 and 1, got {self.train.masked}.")
 
@@ -127,7 +140,10 @@ def load(name: str, overrides: Sequence[str] = ()) -> Recipe:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise CableError(f"recipe {name!r} is not TOML: {error}") from error
-    recipe = from_tree(tree)
+    return with_overrides(from_tree(tree), overrides)
+
+
+def with_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     for override in overrides:
         recipe = _override(recipe, override)
     return recipe

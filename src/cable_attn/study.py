@@ -26,8 +26,7 @@ from cable_attn.data.shards import Tokens
 from cable_attn.environment import environment
 from cable_attn.errors import CableError, unknown
 from cable_attn.evaluation import HeldOut, checkpoint_hash, evaluate, find_held_out
-from cable_attn.files import read_json, writable_folder, write_json
-from cable_attn.models.gpt import CableGPTConfig
+from cable_attn.files import as_json, read_json, writable_folder, write_json
 from cable_attn.models.loading import load_model, tokenizer_of
 from cable_attn.recipe import Recipe
 from cable_attn.retrieval import cell as retrieval_cell
@@ -140,8 +139,11 @@ def _folder() -> Any:
     return files("cable_attn") / "studies"
 
 
-def load(name: str, overrides: Sequence[str] = ()) -> Study:
-    """A study by name or path; ``overrides`` of the recipe come on top of its own."""
+def load(name: str, overrides: Sequence[str] = (), *, checked: bool = True) -> Study:
+    """A study by name or path; ``overrides`` of the recipe come on top of its own.
+
+    checked: see :func:`check`; what is stored can be shown where its checkpoints are not.
+    """
     path = Path(name)
     if path.suffix == ".toml" and path.is_file():
         text = path.read_text(encoding="utf-8")
@@ -154,7 +156,8 @@ def load(name: str, overrides: Sequence[str] = ()) -> Study:
     except tomllib.TOMLDecodeError as error:
         raise CableError(f"study {name!r} is not TOML: {error}") from error
     study = from_tree(path.stem, tree, list(overrides))
-    check(study)
+    if checked:
+        check(study)
     return study
 
 
@@ -174,9 +177,10 @@ def check(study: Study) -> None:
 
 
 def _check_again(study: Study, name: str, changes: dict[str, Any]) -> None:
-    of, known = changes.get("of"), CableGPTConfig().to_dict()
+    of = changes.get("of")
     if of not in study.variants:
         raise unknown(f"variant (of) in [again.{name!r}]", str(of), list(study.variants))
+    known = pretraining.make_config(Cell(study, of, 0).recipe()).to_dict()
     for key in changes:
         if key != "of" and key not in known:
             raise unknown(f"field of the config in [again.{name!r}]", key, sorted(known))
@@ -346,7 +350,7 @@ def stored_result(cell: Cell, out: Path) -> dict[str, Any] | None:
         return None
     result: dict[str, Any] = read_json(path)
     before = _complete(result["settings"])
-    if before != _as_json(cell.settings()):
+    if before != as_json(cell.settings()):
         changed = _difference(before, cell.settings())
         raise CableError(
             f"{str(path.parent)!r} holds results of other settings ({changed}). Give the same overrides, choose "
@@ -359,7 +363,7 @@ def _complete(settings: dict[str, Any]) -> dict[str, Any]:
     """With the defaults of settings that did not exist yet when these were stored."""
     defaults = {"recipe": asdict(Recipe()), "reading": asdict(Reading()), "retrieval": asdict(Retrieval())}
     known = {key: value for key, value in defaults.items() if key in settings}
-    return _merged(_as_json(known), settings)
+    return _merged(as_json(known), settings)
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
@@ -367,15 +371,11 @@ def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return {**below, **above, **both}
 
 
-def _as_json(value: Any) -> Any:
-    return json.loads(json.dumps(value))
-
-
 def _difference(before: Any, now: Any, path: str = "") -> str:
     """The first key that differs."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key in now:
-            if before.get(key) != _as_json(now[key]):
+            if before.get(key) != as_json(now[key]):
                 return _difference(before.get(key), now[key], f"{path}.{key}" if path else key)
     return f"{path} was {before!r} and is {now!r}"
 

@@ -23,6 +23,7 @@ app = typer.Typer(
 )
 app.command()(study.demo)
 app.command()(models.train)
+app.command()(models.convert)
 app.command(name="eval")(evaluation.evaluate)
 app.command()(generation.generate)
 app.command()(generation.serve)

@@ -1,8 +1,9 @@
-"""``cable train`` and ``cable encodings``."""
+"""``cable train``, ``cable convert`` and ``cable encodings``."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +11,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from cable_attn.cli.common import console, working
+from cable_attn.cli.common import console, numbers, say, working
 
 
 def train(
@@ -32,7 +33,7 @@ def train(
     """
     from cable_attn import pretraining
     from cable_attn import recipe as recipes
-    from cable_attn.training import leads, processes
+    from cable_attn.training import leads
 
     if show or not recipe:
         console.print("\n".join(recipes.builtin()), highlight=False)
@@ -42,13 +43,9 @@ def train(
     else:
         chosen = recipes.load(recipe, overrides or [])
         folder = out or Path("runs") / f"{Path(recipe).stem}-{chosen.model.encoding}"
-    plan = pretraining.plan(chosen, processes())
-    if leads():
-        model = chosen.model
-        table = Table(show_header=False, title=f"{recipe}: {model.family} {model.preset}, {model.encoding}")
-        for what, value in plan.items():
-            table.add_row(what, f"{value:,}" if isinstance(value, int) else value)
-        console.print(table)
+    model = chosen.model
+    what = model.checkpoint or f"{model.family} {model.preset}"
+    _show_plan(f"{recipe}: {what}, {model.encoding}", chosen)
     if dry_run:
         return
     try:
@@ -58,6 +55,18 @@ def train(
         raise typer.Exit(128 + 15) from None
     if leads():
         console.print(f"Done. The model and metrics.jsonl are in {folder}", markup=False, highlight=False)
+
+
+def _show_plan(title: str, chosen: Any) -> None:
+    from cable_attn import pretraining
+    from cable_attn.training import leads, processes
+
+    plan = pretraining.plan(chosen, processes())
+    if leads():
+        table = Table(show_header=False, title=title)
+        for what, value in plan.items():
+            table.add_row(what, f"{value:,}" if isinstance(value, int) else value)
+        console.print(table)
 
 
 def _train(chosen: Any, folder: Path, resume: bool) -> None:
@@ -81,6 +90,67 @@ def _train(chosen: Any, folder: Path, resume: bool) -> None:
             progress.update(task, completed=step, what=f"{shown}  {rate:,.0f} tokens/s")
 
         pretraining.run(chosen, folder, resume, watch)
+
+
+def convert(
+    source: Annotated[
+        str, typer.Argument(metavar="IN", help="A causal language model: a folder, or a name of the hub.")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the converted checkpoint.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, as for cable train.")] = None,
+    encoding: Annotated[str, typer.Option(help="What it gets; none: more training, for comparison.")] = "cable",
+    tokens: Annotated[int, typer.Option(min=1, help="How many to train on.")] = 100_000_000,
+    data: Annotated[
+        str, typer.Option(help="A folder of cable data prepare with the model's tokenizer, or any source of text.")
+    ] = "embedded",
+    length: Annotated[int, typer.Option(min=0, help="Tokens at a time; 0: the model's own, 1024 at most.")] = 0,
+    keep_positions: Annotated[
+        bool, typer.Option("--keep-positions", help="Add the encoding to the model's positions.")
+    ] = False,
+    weights: Annotated[str, typer.Option(help="Which learn: all, new (the encoding's only) or lora.")] = "all",
+    lengths: Annotated[str, typer.Option(help="To read before and after; default: 1/2 to 8 times the length.")] = "",
+    eval_tokens: Annotated[int, typer.Option(min=0, help="Of held-out text to read, about; 0: all.")] = 262_144,
+) -> None:
+    """Give a checkpoint another position encoding, by continued pre-training; perplexity by length before and after.
+
+    The same command goes on where it was cut off.
+
+    ```
+    Replace RoPE:          cable convert meta-llama/Llama-3.2-1B runs/llama-cable --data data/mine --tokens 1000000000
+    Beside RoPE:           cable convert … --keep-positions
+    New weights only:      cable convert … --weights new
+    For comparison:        cable convert … --encoding none
+    ```
+    """
+    from cable_attn import conversion
+    from cable_attn.pretraining import Stopped
+    from cable_attn.recipe import ModelPart
+    from cable_attn.tables import LengthTable
+
+    model = ModelPart(encoding=encoding, checkpoint=source, keep_positions=keep_positions, weights=weights)
+    chosen = conversion.plan(model, data, tokens, length, overrides or [])
+    _show_plan(f"{source} → {encoding}", chosen)
+    chosen = replace(chosen, data=replace(chosen.data, path=conversion.prepare_data(data, source, out)))
+    try:
+        with working() as progress:
+            task = progress.add_task("converting", total=1.0, what="")
+            found = conversion.convert(
+                chosen,
+                out,
+                numbers(lengths) if lengths else (),
+                eval_tokens,
+                lambda what, share: progress.update(task, what=what, completed=share),
+            )
+            progress.update(task, what="done", completed=1.0)
+    except Stopped as stopped:
+        say(f"{stopped} (the same command)")
+        raise typer.Exit(128 + 15) from None
+    rows = {"before": found["before"], f"after, {encoding}": found["after"]}
+    values = {
+        name: {row["length"]: [row["perplexity"]] for row in read if "perplexity" in row} for name, read in rows.items()
+    }
+    console.print(LengthTable("Perplexity on held-out text", values, chosen.data.length).rich())
+    say(f"Done. The checkpoint and {conversion.FILE} are in {out}")
 
 
 def list_encodings() -> None:
