@@ -218,3 +218,39 @@ def test_unknown_models_and_features_are_refused():
         add_cable(llama)
     with pytest.raises(CableError, match="no encoding"):
         remove_cable(make("llama"))
+
+
+class Int8Linear(torch.nn.Module):
+    """What 8-bit loading makes of a layer: integers for weights, and a scale."""
+
+    def __init__(self, plain: torch.nn.Linear):
+        super().__init__()
+        scale = plain.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.weight = torch.nn.Parameter((plain.weight / scale).round().to(torch.int8), requires_grad=False)
+        self.register_buffer("scale", scale)
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.weight.to(x.dtype) * self.scale)
+
+
+def test_layers_of_eight_bits_get_an_encoding_of_the_models_precision():
+    model = make("llama")
+    for layer in model.model.layers:
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(layer.self_attn, name, Int8Linear(getattr(layer.self_attn, name)))
+    before = model(TEXT).logits
+    add_cable(model, keep_positions=True)
+    assert torch.allclose(model(TEXT).logits, before, atol=1e-4)
+    new = {key: value for key, value in model.named_parameters() if ".cable." in key}
+    assert {value.dtype for value in new.values()} == {torch.float32}
+    model(TEXT, labels=TEXT).loss.backward()
+    assert all(value.grad.abs().sum() > 0 for key, value in new.items() if ".step." in key)
+    remove_cable(model)
+    assert torch.equal(model(TEXT).logits, before)
+
+
+def test_loading_in_few_bits_leaves_the_encoding_as_it_is():
+    """transformers' quantizers take what is nn.Linear and nothing that only inherits from it."""
+    model = make("llama", "cable")
+    linear = {name for name, module in model.named_modules() if type(module) is torch.nn.Linear}
+    assert linear and not any(".cable." in name for name in linear)

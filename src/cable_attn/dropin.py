@@ -136,8 +136,7 @@ def _install(model: PreTrainedModel) -> None:
             config.hidden_size, config.num_attention_heads, head_dim, config.max_position_embeddings, causal
         )
         encoding = find_bias_encoding(said["encoding"], said["options"], causal)(geometry, **said["options"])
-        parameter = next(layer.parameters())
-        layer.cable = encoding.to(parameter.device, parameter.dtype)
+        layer.cable = encoding.to(next(layer.parameters()).device, model.dtype)  # a layer's own may be 4 or 8 bits
         if said["keep_positions"]:
             _start_neutral(layer.cable)
         layer._cable_remembers = isinstance(encoding, PotentialEncoding)  # asked here: an adapter may wrap it later
