@@ -304,12 +304,32 @@ def test_generate_says_what_is_wrong(checkpoint, options, words):
 def test_the_generation_benchmarks_measure_models_and_folders(checkpoint, tmp_path, kind):
     results = tmp_path / "rows.jsonl"
     options = ["--lengths", "9,20", "--prune", "1e-3", "--results", str(results)]
-    options += ["--steps", "3", "--no-compiled", "--batch", "2"] if kind == "decode" else []
+    options += ["--steps", "3", "--no-compiled", "--batch", "2", "--compare", "4"] if kind == "decode" else []
     done = CliRunner().invoke(app, ["bench", kind, str(checkpoint), *options])
     assert done.exit_code == 0, done.output
     rows = [json.loads(line) for line in results.read_text().splitlines()]
     assert [(row["prune"], row["length"]) for row in rows] == [(None, 9), (None, 20), (1e-3, 9), (1e-3, 20)]
     assert all(row["tokens_per_second" if kind == "decode" else "seconds_to_first_token"] > 0 for row in rows)
+    if kind == "decode":
+        assert [row.get("as_dynamic") for row in rows] == [None, 4, None, 4]
+        assert rows[3]["as_unpruned"] == 4 and "as_dynamic 4/4   as_unpruned 4/4" in done.output
+
+
+def test_a_model_that_fails_in_a_benchmark_does_not_stop_the_others(checkpoint, tmp_path, monkeypatch):
+    from cable_attn.bench import generation
+
+    def measure(self, ids):
+        if ids.shape[1] == 20:
+            raise RuntimeError("CUDA out of memory. Tried to allocate")
+        return {"tokens_per_second": 1.0, "ms": 1000.0, "peak_mib": None}
+
+    monkeypatch.setattr(generation.Decoder, "measure", measure)
+    options = ["--lengths", "9,20", "--prune", "1e-3", "--no-compiled", "--results", str(tmp_path / "rows")]
+    done = CliRunner().invoke(app, ["bench", "decode", str(checkpoint), *options])
+    assert done.exit_code == 0, done.output
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    assert [row.get("error", row.get("length")) for row in rows] == [9, "CUDA out of memory. Tried to allocate"] * 2
+    assert generation._agreement(torch.tensor([[1, 2, 3], [1, 2, 3]]), torch.tensor([[1, 2, 3], [1, 4, 3]])) == 1
 
 
 def test_the_decoding_benchmark_measures_nothing_that_is_wrong(checkpoint, tmp_path, monkeypatch):

@@ -17,16 +17,22 @@ from torch import Tensor
 from transformers import AutoConfig, DynamicCache, StaticCache
 
 from cable_attn.encodings import ENCODINGS as ENCODINGS_BY_NAME
-from cable_attn.errors import CableError, require_known
+from cable_attn.errors import CableError, reason, require_known
 from cable_attn.models import CableGPTConfig, CableGPTForCausalLM
 from cable_attn.models.loading import load_model
 
 LENGTHS = (1024, 4096, 16384, 65536, 131072)
-ENCODINGS = ("rope", "cable", "cable-nw", "alibi", "kerple-log", "t5", "fire", "fox", "nope", "sinusoidal")
+ENCODINGS = tuple(dict.fromkeys(["rope", "cable", *ENCODINGS_BY_NAME]))
 CHUNK = 8192
 WARM = 8
 GATE = 512
 """Tokens of the text on which the steps must agree with a run without a cache."""
+COMPARED = 16384
+"""The longest prompt behind which texts are compared."""
+PRECISIONS = {"bf16": torch.bfloat16, "fp32": torch.float32}
+PRUNED = ", pruned"
+LEARNED_POSITIONS = max(LENGTHS) + 4096
+"""So that learned ones can be measured at all: a table of them says nothing past its end."""
 
 
 def choose(names: list[str], size: str, prune: float | None) -> dict[str, Callable[[], Any]]:
@@ -46,12 +52,13 @@ def choose(names: list[str], size: str, prune: float | None) -> dict[str, Callab
             raise CableError(f"{name!r} holds no model of this package.")
         found[name] = made
         if prune and ENCODINGS_BY_NAME[encoding].prunable:
-            found[f"{name}, pruned"] = partial(_pruned, made, prune)
+            found[name + PRUNED] = partial(_pruned, made, prune)
     return found
 
 
 def _fresh(size: str, encoding: str) -> Any:
-    return CableGPTForCausalLM(CableGPTConfig.preset(size, encoding=encoding))
+    own = {"max_position_embeddings": LEARNED_POSITIONS} if encoding == "learnable" else {}
+    return CableGPTForCausalLM(CableGPTConfig.preset(size, encoding=encoding, **own))
 
 
 def _pruned(made: Callable[[], Any], epsilon: float) -> Any:
@@ -60,9 +67,8 @@ def _pruned(made: Callable[[], Any], epsilon: float) -> Any:
     return model
 
 
-def prepare(model: Any) -> Any:
-    cuda = torch.cuda.is_available()
-    return model.to("cuda" if cuda else "cpu", torch.bfloat16 if cuda else torch.float32).eval()
+def prepare(model: Any, precision: str) -> Any:
+    return model.to("cuda" if torch.cuda.is_available() else "cpu", PRECISIONS[precision]).eval()
 
 
 @torch.inference_mode()
@@ -115,6 +121,16 @@ class Decoder:
         seconds = (_now() - begun) / self.steps
         return {"tokens_per_second": self.batch / seconds, "ms": seconds * 1e3, "peak_mib": _peak()}
 
+    @torch.inference_mode()
+    def dynamic_text(self, ids: Tensor, steps: int) -> Tensor:
+        """The same with a cache that grows, and nothing compiled."""
+        cache = DynamicCache(config=self.model.config)
+        token, said = _read(self.model, ids, cache), []
+        for _ in range(steps):
+            said.append(token)
+            token = _read(self.model, token, cache)
+        return torch.cat(said, 1)
+
     def check(self, ids: Tensor, tokens: int = 8) -> None:
         """The steps say what the model says without a cache, but for near ties."""
         said = self.text(ids, tokens)
@@ -136,25 +152,51 @@ def run(
     tokens: Tensor | None = None,
     steps: int = 0,
     compile: bool = True,
+    compare: int = 0,
+    precision: str = "bf16",
 ) -> Iterator[dict[str, Any]]:
-    """A row for each model and length: of decoding so many steps, or of reading the prompt alone."""
+    """A row for each model and length: of decoding so many steps, or of reading the prompt alone.
+
+    compare: behind one prompt, how many of the first so many tokens are those of a dynamic cache, and without pruning.
+    """
+    texts: dict[str, Tensor] = {}
     for name, made in models.items():
-        model = prepare(made())
+        model = prepare(made(), precision)
         config = model.config
         about = {"bench": "decode" if steps else "prefill", "model": name, "encoding": config.encoding, "batch": batch}
-        about |= {"prune": config.attention_prune, "parameters": model.num_parameters()}
-        measure: Callable[[Tensor], dict[str, Any]] = partial(prefill, model)
-        if steps:
-            decoder = Decoder(model, batch, max(lengths), steps, compile)
-            decoder.check(_prompt(model, batch, min(GATE, *lengths), tokens))
-            measure = decoder.measure
-        for length in lengths:
-            try:
-                yield about | {"length": length} | measure(_prompt(model, batch, length, tokens))
-            except torch.cuda.OutOfMemoryError:
-                yield about | {"length": length, "error": "out of memory"}
-        del model, measure
+        about |= {"prune": config.attention_prune, "parameters": model.num_parameters(), "precision": precision}
+        try:
+            decoder = Decoder(model, batch, max(lengths), steps, compile) if steps else None
+            if decoder is not None:
+                decoder.check(_prompt(model, batch, min(GATE, *lengths), tokens))
+            for length in lengths:
+                ids = _prompt(model, batch, length, tokens)
+                row = about | {"length": length} | (decoder.measure(ids) if decoder else prefill(model, ids))
+                if decoder and compare and length == max([n for n in lengths if n <= COMPARED], default=lengths[0]):
+                    row |= _compared(decoder, ids, compare, name, texts)
+                yield row
+        except CableError:
+            raise
+        except (
+            Exception
+        ) as error:  # out of memory, say: one that fails does not stop the others, and longer prompts would fail too
+            yield about | {"error": reason(error)}
+        decoder = None
+        del model
         torch.compiler.reset()
+
+
+def _compared(decoder: Decoder, ids: Tensor, tokens: int, name: str, texts: dict[str, Tensor]) -> dict[str, int]:
+    said = texts[name] = decoder.text(ids, tokens)
+    told = {"as_dynamic": _agreement(said, decoder.dynamic_text(ids, tokens))}
+    plain = texts.get(name.removesuffix(PRUNED)) if name.endswith(PRUNED) else None
+    return told if plain is None else {**told, "as_unpruned": _agreement(said, plain)}
+
+
+def _agreement(said: Tensor, other: Tensor) -> int:
+    """How many tokens are the same before the first that is not, in the text where that comes first."""
+    same = (said == other).all(0)
+    return int(same.long().cumprod(0).sum())
 
 
 def _read(model: Any, ids: Tensor, cache: Any) -> Tensor:

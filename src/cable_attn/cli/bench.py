@@ -120,6 +120,10 @@ def bench_decode(
     prune: Prune = 0.0,
     text: Prompts = None,
     compiled: Annotated[bool, typer.Option(help="Compile the step, replayed as a CUDA graph.")] = True,
+    compare: Annotated[
+        int, typer.Option(min=0, help="Also compare texts of so many tokens: with a dynamic cache, without pruning.")
+    ] = 0,
+    precision: Annotated[str, typer.Option(help="bf16 or fp32; default: bf16 on a GPU.")] = "",
     results: Annotated[Path, typer.Option(help="JSONL file to which the rows are added.")] = Path(
         "benchmarks/results/decode.jsonl"
     ),
@@ -131,7 +135,7 @@ def bench_decode(
     cable bench decode rope runs/medium --prune 1e-4     a trained one as well, pruned and not
     ```
     """
-    _bench_generation(models, size, lengths, batch, prune, text, results, steps, compiled)
+    _bench_generation(models, size, lengths, batch, prune, text, results, steps, compiled, compare, precision)
 
 
 @bench_app.command(name="prefill")
@@ -152,7 +156,7 @@ def bench_prefill(
 
 def _bench_generation(
     models: list[str] | None, size: str, lengths: str, batch: int, prune: float, text: Path | None, results: Path,
-    steps: int = 0, compiled: bool = True,
+    steps: int = 0, compiled: bool = True, compare: int = 0, precision: str = "",
 ) -> None:  # fmt: skip
     import numpy as np
     import torch
@@ -162,15 +166,19 @@ def _bench_generation(
     from cable_attn.environment import environment
 
     require_known("size", size, ["tiny", "small", "medium"])
+    precision = precision or ("bf16" if torch.cuda.is_available() else "fp32")
+    require_known("precision", precision, bench.PRECISIONS)
     wanted = bench.choose(models or list(bench.ENCODINGS), size, prune or None)
     tokens = None if text is None else torch.from_numpy(np.load(text, allow_pickle=False).astype(np.int64))
     around = {"size": size, **environment()}
-    for row in bench.run(wanted, numbers(lengths) if lengths else list(bench.LENGTHS), batch, tokens, steps, compiled):
+    chosen = numbers(lengths) if lengths else list(bench.LENGTHS)
+    for row in bench.run(wanted, chosen, batch, tokens, steps, compiled, compare, precision):
         append(results, [{**row, **around}])
         speed = f"{row['tokens_per_second']:>10,.1f} tokens/s" if "tokens_per_second" in row else ""
         wait = f"{row['seconds_to_first_token']:>10.3f} s" if "seconds_to_first_token" in row else ""
         told = row.get("error") or f"{speed}{wait}   peak {row['peak_mib'] or 0:>7,} MiB"
-        console.print(f"{row['model']:>24} {row['length']:>7,} {told}", markup=False, highlight=False)
+        told += "".join(f"   {key} {row[key]}/{compare}" for key in ("as_dynamic", "as_unpruned") if key in row)
+        console.print(f"{row['model']:>24} {row.get('length', 0):>7,} {told}", markup=False, highlight=False)
     console.print(f"Rows added to {results}", markup=False, highlight=False)
 
 
