@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
 # One thread a test: tiny models are far slower with two threads on a busy machine. Nothing may be downloaded, and no
 # graph that an earlier version compiled may be used.
@@ -14,13 +15,19 @@ help:  ## Show this help
 
 setup: $(READY)  ## Make .venv with the package and all that its tests need
 
-$(READY): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+$(RUNS): pyproject.toml constraints.txt
+	@echo "Installing PyTorch and cable-attn into $(VENV): a few minutes"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	@$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[plot]'
 	@touch $@
 
-demo: setup  ## Train five encodings on short text and read 16 times further (CPU, minutes)
+$(READY): $(RUNS)
+	@echo "Installing all that the tests need into $(VENV)"
+	@$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(RUNS)  ## Train five encodings on short text and read 16 times further (CPU, minutes)
 	$(BIN)/cable demo
 
 test: setup  ## Run the tests (CPU)

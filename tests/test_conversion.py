@@ -197,3 +197,20 @@ def test_checkpoints_that_are_none_are_named(data, tmp_path):
     BertForMaskedLM(BertConfig(**SMALL, intermediate_size=64)).save_pretrained(tmp_path / "bert")
     with pytest.raises(CableError, match="causal"):
         pretraining.plan(conversion.plan(ModelPart(checkpoint=str(tmp_path / "bert")), data, 1024))
+
+
+@pytest.mark.parametrize("model", [{}, {"keep_positions": True}, {"weights": "lora"}, {"encoding": "none"}])
+def test_layers_compile_in_one_graph_each_and_learn_the_same(model, llama):
+    ids = torch.randint(0, 300, (2, 16), generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    made = adapting.make(ModelPart(checkpoint=str(llama), **model)).train()
+
+    def gradients():
+        made.zero_grad()
+        made(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        return {name: value.grad.clone() for name, value in made.named_parameters() if value.grad is not None}
+
+    plain = gradients()
+    torch.compiler.reset()
+    pretraining.compile_layers(made, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(gradients(), plain)
