@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -25,6 +26,7 @@ def working() -> Iterator[Progress]:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_flush_denormal(True)
+    warnings.filterwarnings("ignore", message="The value of the smallest subnormal")  # numpy: there are none now
     columns = (
         TextColumn("{task.description:>13}"),
         BarColumn(),
