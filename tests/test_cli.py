@@ -15,6 +15,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -27,6 +28,7 @@ from cable_attn.cli import app
 from cable_attn.cli import study as study_commands
 from cable_attn.data import embedded_corpus, train_bpe
 from cable_attn.models.loading import load_causal_lm
+from cable_attn.report import forgetting_figure
 from cable_attn.tables import LengthTable
 
 from .conftest import small_gpt
@@ -318,7 +320,7 @@ def test_the_generation_benchmarks_measure_models_and_folders(checkpoint, tmp_pa
 def test_a_model_that_fails_in_a_benchmark_does_not_stop_the_others(checkpoint, tmp_path, monkeypatch):
     from cable_attn.bench import generation
 
-    def measure(self, ids):
+    def measure(self, ids, steps):
         if ids.shape[1] == 20:
             raise RuntimeError("CUDA out of memory. Tried to allocate")
         return {"tokens_per_second": 1.0, "ms": 1000.0, "peak_mib": None}
@@ -330,6 +332,35 @@ def test_a_model_that_fails_in_a_benchmark_does_not_stop_the_others(checkpoint, 
     rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
     assert [row.get("error", row.get("length")) for row in rows] == [9, "CUDA out of memory. Tried to allocate"] * 2
     assert generation._agreement(torch.tensor([[1, 2, 3], [1, 2, 3]]), torch.tensor([[1, 2, 3], [1, 4, 3]])) == 1
+
+
+def test_what_a_cache_forgets_is_measured(tmp_path):
+    """A short reach: the last layers stop growing, and the text stays the same."""
+    torch.manual_seed(0)
+    model = CableGPTForCausalLM(small_gpt("cable-nw", qk_norm=True))
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if name.endswith("encoding.step.bias"):
+                value.fill_(1.0)
+    model.save_pretrained(tmp_path / "model")
+    np.save(tmp_path / "text.npy", np.arange(600, dtype=np.uint16) % 97)
+    command = [
+        "bench",
+        "forget",
+        str(tmp_path / "model"),
+        str(tmp_path / "text.npy"),
+        "--results",
+        str(tmp_path / "rows"),
+    ]
+    done = CliRunner().invoke(app, [*command, "--tokens", "600", "--piece", "100", "--compare", "20"])
+    assert done.exit_code == 0, done.output
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    assert [row["tokens"] for row in rows] == [100, 200, 300, 400, 500, 600]
+    assert max(rows[-1]["kept"]) < 300 and rows[-1]["mib"] < rows[-1]["full_mib"] / 2
+    assert rows[-1]["as_full"] == rows[-1]["compared"] == 20 and "as_full 20/20" in done.output
+    assert forgetting_figure(rows, tmp_path / "figure")[0].stat().st_size > 1000
+    done = CliRunner().invoke(app, [*command, "--tokens", "601"])
+    assert "has 600 tokens, --tokens=601 are wanted" in str(done.exception)
 
 
 def test_the_decoding_benchmark_measures_nothing_that_is_wrong(checkpoint, tmp_path, monkeypatch):

@@ -53,12 +53,14 @@ def llama(tmp_path_factory, tokenizer):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory, llama):
-    return conversion.prepare_data("embedded", str(llama), tmp_path_factory.mktemp("data"))
+    recipe = conversion.plan(ModelPart(checkpoint=str(llama)), 8192)
+    return conversion.prepare_data("embedded", recipe, tmp_path_factory.mktemp("data"))[0].data.path
 
 
-def converted(llama, data, out, *overrides, tokens=1024, watch=None, **model):
-    recipe = conversion.plan(ModelPart(checkpoint=str(llama), **model), data, tokens, overrides=[*QUICK, *overrides])
-    return conversion.convert(recipe, out, [16, 64], 1000, watch)
+def converted(llama, data, out, *overrides, tokens=1024, watch=None, eval_tokens=1000, **model):
+    recipe = conversion.plan(ModelPart(checkpoint=str(llama), **model), tokens, overrides=[*QUICK, *overrides])
+    recipe, text = conversion.prepare_data(str(data), recipe, out, eval_tokens)
+    return conversion.convert(recipe, text, out, [16, 64], watch)
 
 
 @pytest.mark.parametrize("weights", ["all", "new", "lora"])
@@ -109,8 +111,11 @@ def test_what_was_cut_off_goes_on_with_the_same_call(weights, llama, data, tmp_p
     said.clear()
     converted(llama, data, tmp_path / "cut", weights=weights, watch=lambda what, share: said.append(what))
     assert said == []
-    with pytest.raises(CableError, match=r"other settings \(recipe\)"):
+    with pytest.raises(CableError, match=r"other settings \(train.seed was 0 and is 1\)"):
         converted(llama, data, tmp_path / "cut", "seed=1", weights=weights)
+    with pytest.raises(CableError, match=r"other settings \(tokens\)"):
+        converted(llama, data, tmp_path / "cut", weights=weights, eval_tokens=2000)
+    converted(llama, data, tmp_path / "cut", "workers=0", weights=weights)  # nothing that touches the losses
 
 
 def test_positions_can_stay_and_start_at_what_the_model_said(llama):
@@ -141,7 +146,7 @@ def test_a_config_alone_begins_with_fresh_weights_in_a_study(llama, data, tmp_pa
     """Pre-train a model of transformers, then convert it: two studies, one after the other."""
     (tmp_path / "config").mkdir()
     shutil.copy(llama / "config.json", tmp_path / "config")
-    overrides = [*QUICK, "vocab_size=300", "length=16", "steps=4", f"path={data}"]
+    overrides = [*QUICK, "overrides={}", "length=16", "steps=4", f"path={data}"]
     common = f"""
 recipe = "gpt-embedded"
 lengths = [16, 64]
@@ -154,6 +159,7 @@ tokens = 1000
     )
     first = study.load(str(tmp_path / "first.toml"))
     assert study.run(first, tmp_path / "first") == {}
+    assert json.loads((tmp_path / "first/rope-0/config.json").read_text())["hidden_size"] == 32
     (tmp_path / "second.toml").write_text(
         f'{common}\n[variants]\nrope = ["encoding=none"]\ncable = ["encoding=cable"]\n'.replace(
             '"steps=4"', f'"steps=4", "checkpoint={tmp_path / "first" / "rope-0"}"'
@@ -169,8 +175,10 @@ tokens = 1000
     assert CliRunner().invoke(app, command).exit_code == 0
 
 
-def test_the_command_shows_both_tables_and_names_what_is_wrong(llama, data, tmp_path):
-    command = ["convert", str(llama), str(tmp_path / "out"), *QUICK, "--data", data, "--tokens", "512"]
+def test_the_command_shows_both_and_takes_one_text(llama, tmp_path):
+    (tmp_path / "novel.txt").write_text("It is a truth universally acknowledged. " * 400)
+    command = ["convert", str(llama), str(tmp_path / "out"), *QUICK, "--data", str(tmp_path / "novel.txt")]
+    command += ["--tokens", "512"]
     done = CliRunner().invoke(app, [*command, "--lengths", "16,32", "--eval-tokens", "500"], env={"COLUMNS": "200"})
     assert done.exit_code == 0, done.output
     assert "before" in done.output and "after, cable" in done.output and conversion.FILE in done.output
@@ -181,22 +189,27 @@ def test_the_command_shows_both_tables_and_names_what_is_wrong(llama, data, tmp_
     [
         ({"weights": "some"}, [], "unknown model.weights 'some'"),
         ({"encoding": "none", "weights": "new"}, [], "there is none"),
-        ({"encoding": "rope"}, [], "rope"),
+        ({"encoding": "rope"}, [], "does more than add a bias"),
+        ({"encoding": "alibi", "weights": "new"}, [], "there is nothing to learn"),
+        ({"overrides": {"rope_paramters": {}}}, [], "Did you mean 'rope_parameters'?"),
+        ({"overrides": {"hidden_size": 64}}, [], "a checkpoint has sizes of its own. Add overrides={}."),
+        ({}, ["encoding=alibi"], "encoding=alibi is an option or argument of its own"),
+        ({}, ["path=elsewhere"], "path=elsewhere is an option or argument of its own"),
         ({}, ["separate_documents=true"], "without separate_documents"),
     ],
 )
-def test_bad_wishes_are_refused_before_anything_is_read(model, overrides, words, llama, data):
+def test_bad_wishes_are_refused_before_anything_is_read(model, overrides, words, llama):
     with pytest.raises(CableError) as error:
-        pretraining.plan(conversion.plan(ModelPart(checkpoint=str(llama), **model), data, 1024, overrides=overrides))
+        pretraining.plan(conversion.plan(ModelPart(checkpoint=str(llama), **model), 1024, overrides=overrides))
     assert words in str(error.value)
 
 
-def test_checkpoints_that_are_none_are_named(data, tmp_path):
+def test_checkpoints_that_are_none_are_named(tmp_path):
     with pytest.raises(CableError, match="cannot be read"):
-        conversion.plan(ModelPart(checkpoint=str(tmp_path)), data, 1024)
+        conversion.plan(ModelPart(checkpoint=str(tmp_path)), 1024)
     BertForMaskedLM(BertConfig(**SMALL, intermediate_size=64)).save_pretrained(tmp_path / "bert")
     with pytest.raises(CableError, match="causal"):
-        pretraining.plan(conversion.plan(ModelPart(checkpoint=str(tmp_path / "bert")), data, 1024))
+        pretraining.plan(conversion.plan(ModelPart(checkpoint=str(tmp_path / "bert")), 1024))
 
 
 @pytest.mark.parametrize("model", [{}, {"keep_positions": True}, {"weights": "lora"}, {"encoding": "none"}])
@@ -214,3 +227,41 @@ def test_layers_compile_in_one_graph_each_and_learn_the_same(model, llama):
     torch.compiler.reset()
     pretraining.compile_layers(made, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(gradients(), plain)
+
+
+def test_a_folder_of_something_else_is_never_taken_for_a_conversion(llama, data, tmp_path):
+    shutil.copytree(llama, tmp_path / "other")
+    with pytest.raises(CableError, match="holds another model or run"):
+        converted(llama, data, tmp_path / "other")
+    with pytest.raises(CableError, match="is the checkpoint itself"):
+        converted(llama, data, llama)
+
+
+def test_weights_of_another_kind_are_not_taken_for_none(llama, tmp_path):
+    shutil.copytree(llama, tmp_path / "old", ignore=shutil.ignore_patterns("*.safetensors"))
+    part = ModelPart(checkpoint=str(tmp_path / "old"))
+    assert adapting.is_fresh(part)
+    (tmp_path / "old" / "pytorch_model.bin").write_bytes(b"x")
+    assert not adapting.is_fresh(part)
+    with pytest.raises(CableError, match="cannot be loaded"):
+        adapting.make(part)
+
+
+def test_tokens_of_another_tokenizer_are_refused(llama, tmp_path):
+    other = train_bpe(embedded_corpus("test"), 280)
+    other.save_pretrained(tmp_path / "tokenizer")
+    done = CliRunner().invoke(
+        app, ["data", "prepare", "embedded", str(tmp_path / "data"), "--tokenizer", str(tmp_path / "tokenizer")]
+    )
+    assert done.exit_code == 0, done.output
+    with pytest.raises(CableError, match="made with another tokenizer"):
+        converted(llama, tmp_path / "data", tmp_path / "out")
+
+
+def test_half_precision_stays(llama, data, tmp_path):
+    half = load_model(llama, dtype=torch.bfloat16)
+    half.save_pretrained(tmp_path / "half")
+    shutil.copy(llama / "tokenizer.json", tmp_path / "half")
+    shutil.copy(llama / "tokenizer_config.json", tmp_path / "half")
+    converted(tmp_path / "half", data, tmp_path / "out", tokens=256)
+    assert {value.dtype for value in load_file(tmp_path / "out/model.safetensors").values()} == {torch.bfloat16}

@@ -249,8 +249,8 @@ def test_layers_of_eight_bits_get_an_encoding_of_the_models_precision():
     assert torch.equal(model(TEXT).logits, before)
 
 
-def test_loading_in_few_bits_leaves_the_encoding_as_it_is():
-    """transformers' quantizers take what is nn.Linear and nothing that only inherits from it."""
+def test_bitsandbytes_finds_nothing_to_replace_in_the_encoding():
+    """bitsandbytes takes what is nn.Linear and nothing that only inherits from it."""
     model = make("llama", "cable")
     linear = {name for name, module in model.named_modules() if type(module) is torch.nn.Linear}
     assert linear and not any(".cable." in name for name in linear)

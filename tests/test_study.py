@@ -17,7 +17,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from cable_attn import CableGPTForCausalLM, jobs, passkey, pretraining, study
+from cable_attn import CableGPTForCausalLM, jobs, passkey, pretraining, study, summary
 from cable_attn.cli import app
 from cable_attn.data import Document, embedded_corpus, train_bpe
 from cable_attn.errors import CableError
@@ -129,7 +129,14 @@ attention_backend = "reference"
     assert found["rope, YaRN"][64] != found["rope"][64]
     done = CliRunner().invoke(app, ["study", "report", str(file), "steps=2", "--out", str(tmp_path / "out")])
     assert done.exit_code == 0 and "rope, YaRN" in (tmp_path / "out" / "table.md").read_text()
-    file.write_text(file.read_text().replace('"yarn"', '"ntk"'))
+    gathered = summary.gather(tmp_path / "out")
+    [places] = [figure for figure in summary.figures(gathered) if figure.name == "places"]
+    assert list(places.content[0]) == ["cable", "cable, backwards", "rope", "rope, YaRN"]
+    without = re.sub(r"\[again.*", "", text := file.read_text(), flags=re.DOTALL)
+    file.write_text(without)
+    with pytest.raises(CableError, match=r"\(again was .* and is None\)"):
+        list(study.results(study.load(str(file), ["steps=2"]), tmp_path / "out"))
+    file.write_text(text.replace('"yarn"', '"ntk"'))
     with pytest.raises(CableError, match=r"again.rope, YaRN.encoding_options.scaling was 'yarn' and is 'ntk'"):
         list(study.results(study.load(str(file), ["steps=2"]), tmp_path / "out"))
 

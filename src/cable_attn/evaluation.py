@@ -233,7 +233,7 @@ def measure(
 ) -> Tally:
     """The losses of all windows."""
     model.eval()
-    _require_positions(model, length)
+    require_positions(model, length)
     head = output_head(model)
     tally = Tally(held_out, length)
     found = list(windows(len(held_out.tokens), length, stride))
@@ -249,7 +249,7 @@ def measure(
     return tally
 
 
-def _require_positions(model: PreTrainedModel, length: int) -> None:
+def require_positions(model: PreTrainedModel, length: int) -> None:
     """A learned table of positions ends somewhere; on a GPU reading past it would kill the process."""
     for name, module in model.named_modules():
         is_table = name.rpartition(".")[2] in ("wpe", "embed_positions", "position_embeddings")

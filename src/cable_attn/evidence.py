@@ -43,7 +43,10 @@ def fill(page: Path, stored: Path, figures: Path) -> list[Path]:
         return f"{mark}\n{content}\n<!-- end -->"
 
     text = page.read_text(encoding="utf-8")
-    write_atomically(page, MARK.sub(block, text))
+    try:
+        write_atomically(page, MARK.sub(block, text))
+    except ImportError as error:
+        raise CableError("figures need matplotlib: pip install 'cable-attn[plot]'.") from error
     return [page, *dict.fromkeys(written)]
 
 

@@ -32,6 +32,7 @@ from cable_attn.data.tokenizers import find_tokenizer, load_tokenizer
 from cable_attn.data.windows import Masked, Order, TokenWindows
 from cable_attn.environment import environment
 from cable_attn.errors import CableError
+from cable_attn.evaluation import checkpoint_hash, require_positions
 from cable_attn.files import read_json, writable_folder, write_atomically, write_json
 from cable_attn.models import CableBertConfig, CableBertForMaskedLM, CableGPTConfig, CableGPTForCausalLM
 from cable_attn.models.loading import checkpoint_folder, tokenizer_of
@@ -96,16 +97,22 @@ def compile_layers(model: Any, **options: Any) -> None:
 
 
 def load_data(recipe: Recipe, folder: Path) -> Data:
-    path = Path(recipe.data.path)
+    path, vocabulary = Path(recipe.data.path), recipe.model.vocab_size
+    own = _own_tokenizer(recipe)
+    if recipe.model.checkpoint:
+        vocabulary = adapting.read_config(recipe.model).vocab_size
     if recipe.data.path == "embedded":
         path = folder / "data"
-        _prepare_embedded(path, recipe.model.vocab_size)
+        _prepare_embedded(path, f"bpe:{vocabulary}" if own is None else recipe.model.checkpoint)
     split = Tokens(path, "train")
-    if split.vocab_size > recipe.model.vocab_size:
-        raise CableError(
-            f"{str(path)!r} has a vocabulary of {split.vocab_size}, model.vocab_size is {recipe.model.vocab_size}."
-        )
+    if split.vocab_size > vocabulary:
+        raise CableError(f"{str(path)!r} has a vocabulary of {split.vocab_size}, the model one of {vocabulary}.")
     tokenizer = load_tokenizer(str(path / "tokenizer")) if (path / "tokenizer").is_dir() else None
+    if own is not None and tokenizer is not None and own.get_vocab() != tokenizer.get_vocab():
+        raise CableError(
+            f"{str(path)!r} was made with another tokenizer than that of {recipe.model.checkpoint!r}. Prepare the text "
+            f"with it: cable data prepare … --tokenizer {recipe.model.checkpoint}"
+        )
     samples = recipe.windows_per_update * recipe.train.steps
     windows: Dataset = TokenWindows(split, recipe.data.length, recipe.data.separate_documents)
     if recipe.data.passkey:
@@ -118,10 +125,9 @@ def load_data(recipe: Recipe, folder: Path) -> Data:
     return Data(train, validation, tokenizer, len(split), split.manifest_hash)
 
 
-def _prepare_embedded(path: Path, vocab_size: int) -> None:
-    """Made by one process; the others find it done."""
+def _prepare_embedded(path: Path, name: str) -> None:
+    """Made by one process with this tokenizer; the others find it done."""
     if leads():
-        name = f"bpe:{vocab_size}"
         streams = open_source("embedded")
         prepare(path, Request("embedded", name), streams, find_tokenizer(name, streams["train"](0)))
     if dist.is_initialized():
@@ -139,14 +145,17 @@ def _validation(recipe: Recipe, path: Path) -> Dataset | None:
 def plan(recipe: Recipe, devices: int = 1) -> dict[str, Any]:
     """What a run would be, without training."""
     model = _blank(recipe)
+    require_positions(model, recipe.data.length)
     parameters = sum(p.numel() for p in model.parameters())
     config, micro = model.config, recipe.train.micro_batch * recipe.data.length
     half = 2 if recipe.train.precision != "fp32" else 4
     activations = micro * config.num_hidden_layers * config.hidden_size * 17 * half
     logits = micro * config.vocab_size * (half + 8)
+    weights = {"weights": "fresh"} if recipe.model.checkpoint and adapting.is_fresh(recipe.model) else {}
     learning = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return {
         "parameters": parameters,
+        **weights,
         **({} if learning == parameters else {"of these learn": learning}),
         "tokens per update": recipe.train.tokens_per_update,
         "updates": recipe.train.steps,
@@ -191,9 +200,17 @@ def run(recipe: Recipe, folder: Path, resume: bool = False, watch: Watcher | Non
     trainer.require_finite()
     if stop.agreed:
         raise Stopped(f"stopped at step {trainer.state.global_step}, saved. Go on with: cable train … --resume")
-    trainer.model = adapting.merged(trainer.model)
-    _save_model(trainer, data.tokenizer or _own_tokenizer(recipe), folder)
+    if recipe.model.checkpoint:
+        trainer.model = adapting.finished(trainer.model, recipe.model)
+    _save_model(trainer, _own_tokenizer(recipe) or data.tokenizer, folder)
     return {key: value for entry in trainer.state.log_history[-2:] for key, value in entry.items()}
+
+
+def origin(recipe: Recipe) -> dict[str, str]:
+    """What a run began with, if not with fresh weights."""
+    if not recipe.model.checkpoint or adapting.is_fresh(recipe.model):
+        return {}
+    return {"begun_with_sha256": checkpoint_hash(checkpoint_folder(recipe.model.checkpoint))}
 
 
 def _own_tokenizer(recipe: Recipe) -> Any:

@@ -14,6 +14,7 @@ from cable_attn.errors import CableError, require_known, unknown
 
 FAMILIES = ("gpt", "bert")
 WEIGHTS = ("all", "new", "lora")
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
 @dataclass(frozen=True)
@@ -99,12 +100,23 @@ class Recipe:
                 "data.passkey is for gpt without separate_documents: fact and question must see each other."
             )
         require_known("model.weights", self.model.weights, WEIGHTS)
-        if self.model.checkpoint and (self.model.family != "gpt" or self.data.separate_documents):
-            raise CableError("model.checkpoint is for the family gpt (next tokens), without separate_documents.")
+        self._check_checkpoint()
         if self.model.weights == "new" and self.model.encoding == "none":
             raise CableError("model.weights=new trains the encoding alone, and with encoding=none there is none.")
         if not 0 < self.train.masked < 1:
             raise CableError(f"train.masked must lie between 0 and 1, got {self.train.masked}.")
+
+    def _check_checkpoint(self) -> None:
+        part = self.model
+        if not part.checkpoint and (part.keep_positions or part.weights != "all"):
+            raise CableError("model.keep_positions and model.weights are for a model.checkpoint, and there is none.")
+        if part.checkpoint and (part.family != "gpt" or self.data.separate_documents):
+            raise CableError("model.checkpoint is for the family gpt (next tokens), without separate_documents.")
+        sizes = [key for key in part.overrides if key in SIZES]
+        if part.checkpoint and sizes:
+            raise CableError(
+                f"model.overrides has {', '.join(sizes)}, and a checkpoint has sizes of its own. Add overrides={{}}."
+            )
 
     def accumulate(self, devices: int) -> int:
         """Micro batches to an update."""

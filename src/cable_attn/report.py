@@ -108,6 +108,7 @@ def training_figure(rows: list[dict[str, Any]], stem: Path) -> list[Path]:
 def generation_figure(decode: list[dict[str, Any]], prefill: list[dict[str, Any]], stem: Path) -> list[Path]:
     """One text at a time: milliseconds a token and seconds to the first one against the length, as PNG, SVG and PDF."""
     figure, panels = pyplot().subplots(1, 2, figsize=(9.6, 4), layout="constrained")
+    decode, prefill = ([row for row in rows if row.get("precision") != "fp32"] for rows in (decode, prefill))
     kinds = ((decode, "ms", "milliseconds a token"), (prefill, "seconds_to_first_token", "seconds to the first token"))
     names = list(dict.fromkeys(row["model"] for row in [*decode, *prefill]))
     for axes, (rows, key, label) in zip(panels, kinds):
@@ -123,6 +124,14 @@ def generation_figure(decode: list[dict[str, Any]], prefill: list[dict[str, Any]
         axes.spines[["top", "right"]].set_visible(False)
     figure.legend(*panels[0].get_legend_handles_labels(), frameon=False, loc="outside right upper")
     return save(figure, stem)
+
+
+def forgetting_figure(rows: list[dict[str, Any]], stem: Path) -> list[Path]:
+    """The keys that each layer's cache holds against the tokens it has seen, as PNG, SVG and PDF."""
+    layers = range(len(rows[0]["kept"]))
+    curves = {f"layer {layer}": [(row["tokens"], row["kept"][layer]) for row in rows] for layer in layers}
+    curves = {"everything": [(row["tokens"], row["tokens"]) for row in rows], **curves}
+    return save(_lines(curves, "keys in the cache", "tokens read")[0], stem)
 
 
 def passkey_figure(rows: list[dict[str, Any]], stem: Path) -> list[Path]:

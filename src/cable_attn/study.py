@@ -128,7 +128,7 @@ class Cell:
     def again(self) -> dict[str, dict[str, Any]]:
         """What its model is read with once more."""
         own = {name: dict(changes) for name, changes in self.study.again.items()}
-        return {name: changes for name, changes in own.items() if changes.pop("of") == self.variant}
+        return {name: changes for name, changes in own.items() if changes.pop("of", None) == self.variant}
 
 
 def builtin() -> list[str]:
@@ -353,8 +353,8 @@ def stored_result(cell: Cell, out: Path) -> dict[str, Any] | None:
     if before != as_json(cell.settings()):
         changed = _difference(before, cell.settings())
         raise CableError(
-            f"{str(path.parent)!r} holds results of other settings ({changed}). Give the same overrides, choose "
-            "another folder with --out, or delete it."
+            f"{str(path)!r} holds results of other settings ({changed}). Give the same overrides, choose another "
+            "folder with --out, or delete that file: a model of the same recipe is then read again."
         )
     return result
 
@@ -374,9 +374,9 @@ def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 def _difference(before: Any, now: Any, path: str = "") -> str:
     """The first key that differs."""
     if isinstance(before, dict) and isinstance(now, dict):
-        for key in now:
-            if before.get(key) != as_json(now[key]):
-                return _difference(before.get(key), now[key], f"{path}.{key}" if path else key)
+        for key in {**now, **before}:
+            if before.get(key) != as_json(now.get(key)):
+                return _difference(before.get(key), now.get(key), f"{path}.{key}" if path else key)
     return f"{path} was {before!r} and is {now!r}"
 
 
@@ -409,6 +409,7 @@ def _read(cell: Cell, folder: Path, own: Path, watch: Watcher | None) -> dict[st
         "seed": cell.seed,
         "settings": cell.settings(),
         "checkpoint_sha256": checkpoint_hash(folder),
+        **pretraining.origin(recipe),
         "training": training_record(folder),
         **environment(),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -87,7 +88,8 @@ def length_tables(gathered: Gathered) -> dict[str, LengthTable]:
         tables["table"] = LengthTable(gathered.title, values, gathered.trained_at, gathered.paper)
     found_documents = retrieval_tables(gathered)
     for name, table in found_documents.items():
-        tables["table" if len(found_documents) == 1 else f"table-{name.replace('/', '-')}"] = table
+        alone = len(found_documents) == 1 and not tables
+        tables["table" if alone else f"table-{name.replace('/', '-')}"] = table
     found = studies.found_by_length(gathered.rows)
     if found:
         tables["passkey"] = LengthTable(
@@ -102,8 +104,10 @@ def figures(gathered: Gathered) -> list[Figure]:
     means = mean_perplexities(gathered.rows)
     if means:
         told.append(Figure("perplexity", "Perplexity against length", perplexity_figure, (means, gathered.trained_at)))
-    first = {row["variant"]: row for row in reversed(studies.with_again(gathered.rows))}
-    rows = [first[row["variant"]] for row in studies.with_again(gathered.rows) if first[row["variant"]] is row]
+    first: dict[str, dict[str, Any]] = {}
+    for row in studies.with_again(gathered.rows):
+        first.setdefault(row["variant"], row)
+    rows = list(first.values())
     places = {row["variant"]: _longest(row) for row in rows if _longest(row)}
     if places:
         told.append(Figure("places", "Loss by place in the longest text", place_figure, (places, gathered.trained_at)))
@@ -117,7 +121,7 @@ def figures(gathered: Gathered) -> list[Figure]:
         told.append(Figure("contrastive", "Loss in fine-tuning", loss_figure, (tuned,), labels))
     for row in rows:
         if any("error" not in found for found in row.get("passkey", [])):
-            name = row["variant"].replace(" ", "-").replace(",", "")
+            name = re.sub(r"[^\w.-]+", "-", row["variant"])
             caption = f"Pass keys found by {row['variant']}, by length and depth"
             told.append(Figure(f"passkey-{name}", caption, passkey_figure, (row["passkey"],)))
     return told

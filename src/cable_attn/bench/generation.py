@@ -19,6 +19,7 @@ from transformers import AutoConfig, DynamicCache, StaticCache
 from cable_attn.encodings import ENCODINGS as ENCODINGS_BY_NAME
 from cable_attn.errors import CableError, reason, require_known
 from cable_attn.models import CableGPTConfig, CableGPTForCausalLM
+from cable_attn.models.cache import ForgettingCache, reaches
 from cable_attn.models.loading import load_model
 
 LENGTHS = (1024, 4096, 16384, 65536, 131072)
@@ -33,6 +34,10 @@ PRECISIONS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 PRUNED = ", pruned"
 LEARNED_POSITIONS = max(LENGTHS) + 4096
 """So that learned ones can be measured at all: a table of them says nothing past its end."""
+
+
+class GateError(CableError):
+    """What is fast is wrong."""
 
 
 def choose(names: list[str], size: str, prune: float | None) -> dict[str, Callable[[], Any]]:
@@ -87,7 +92,8 @@ class Decoder:
     """A model that goes on with prompts of several lengths; compiled once."""
 
     def __init__(self, model: Any, batch: int, longest: int, steps: int, compile: bool = True):
-        self.model, self.batch, self.steps = model, batch, steps
+        """longest: of the prompts; steps: behind it, at most."""
+        self.model, self.batch = model, batch
         room = -(-(longest + steps + WARM + 1) // 64) * 64
         self.cache = StaticCache(config=model.config, max_cache_len=room)
         self.step: Callable[..., Any] = self._step
@@ -108,7 +114,7 @@ class Decoder:
         return torch.cat(said, 1)
 
     @torch.inference_mode()
-    def measure(self, ids: Tensor) -> dict[str, Any]:
+    def measure(self, ids: Tensor, steps: int) -> dict[str, Any]:
         """Tokens per second of all texts together, behind prompts ids [B, T]."""
         self.cache.reset()
         _reset_peak()
@@ -116,20 +122,16 @@ class Decoder:
         for _ in range(WARM):
             token = self.step(token).clone()
         begun = _now()
-        for _ in range(self.steps):
+        for _ in range(steps):
             token = self.step(token).clone()
-        seconds = (_now() - begun) / self.steps
+        seconds = (_now() - begun) / steps
         return {"tokens_per_second": self.batch / seconds, "ms": seconds * 1e3, "peak_mib": _peak()}
 
     @torch.inference_mode()
     def dynamic_text(self, ids: Tensor, steps: int) -> Tensor:
         """The same with a cache that grows, and nothing compiled."""
         cache = DynamicCache(config=self.model.config)
-        token, said = _read(self.model, ids, cache), []
-        for _ in range(steps):
-            said.append(token)
-            token = _read(self.model, token, cache)
-        return torch.cat(said, 1)
+        return _go_on(self.model, _read(self.model, ids, cache), cache, steps)
 
     def check(self, ids: Tensor, tokens: int = 8) -> None:
         """The steps say what the model says without a cache, but for near ties."""
@@ -139,7 +141,7 @@ class Decoder:
             logits = self.model(whole, use_cache=False).logits[:, ids.shape[1] - 1 : -1].float()
         short = logits.amax(-1) - logits.gather(-1, said[..., None]).squeeze(-1)
         if float(short.max()) > 0.25:
-            raise CableError(
+            raise GateError(
                 f"a step with {self.model.config.encoding} chose a token {float(short.max()):.2f} below the best one "
                 "of a run without a cache: nothing is measured."
             )
@@ -159,31 +161,71 @@ def run(
 
     compare: behind one prompt, how many of the first so many tokens are those of a dynamic cache, and without pruning.
     """
+    if tokens is not None and len(tokens) < batch * max(lengths):
+        raise CableError(f"the text has {len(tokens)} tokens, {batch} × {max(lengths)} are wanted.")
     texts: dict[str, Tensor] = {}
+    compared_at = max([n for n in lengths if n <= COMPARED], default=lengths[0]) if steps and compare else None
     for name, made in models.items():
         model = prepare(made(), precision)
         config = model.config
         about = {"bench": "decode" if steps else "prefill", "model": name, "encoding": config.encoding, "batch": batch}
         about |= {"prune": config.attention_prune, "parameters": model.num_parameters(), "precision": precision}
         try:
-            decoder = Decoder(model, batch, max(lengths), steps, compile) if steps else None
+            decoder = Decoder(model, batch, max(lengths), max(steps, compare), compile) if steps else None
             if decoder is not None:
                 decoder.check(_prompt(model, batch, min(GATE, *lengths), tokens))
             for length in lengths:
                 ids = _prompt(model, batch, length, tokens)
-                row = about | {"length": length} | (decoder.measure(ids) if decoder else prefill(model, ids))
-                if decoder and compare and length == max([n for n in lengths if n <= COMPARED], default=lengths[0]):
+                row = about | {"length": length}
+                row |= decoder.measure(ids, steps) if decoder else prefill(model, ids)
+                if decoder and length == compared_at:
                     row |= _compared(decoder, ids, compare, name, texts)
                 yield row
-        except CableError:
+        except GateError:
             raise
-        except (
-            Exception
-        ) as error:  # out of memory, say: one that fails does not stop the others, and longer prompts would fail too
+        except Exception as error:  # one that has no memory left does not stop the others
             yield about | {"error": reason(error)}
         decoder = None
         del model
         torch.compiler.reset()
+
+
+@torch.inference_mode()
+def forget(model: Any, ids: Tensor, epsilon: float, piece: int, compare: int) -> Iterator[dict[str, Any]]:
+    """A row for every piece of a text ids [1, T] that a forgetting cache has read: the keys that each layer holds.
+
+    The last one tells how many of the first tokens of its continuation are those of a cache that keeps everything.
+    """
+    most = ids.shape[1] + compare + 1
+    cache, whole = ForgettingCache(model, epsilon, most), DynamicCache(config=model.config)
+    layers: list[Any] = list(cache.layers)  # of keys; the potentials' come later
+    about = {"bench": "forget", "encoding": model.config.encoding, "epsilon": epsilon, "most_tokens": most}
+    reach = [[round(float(head), 2) for head in layer] for layer in reaches(model, epsilon, most)]
+    for at in range(0, ids.shape[1], piece):
+        part = ids[:, at : at + piece]
+        token, wanted = _read(model, part, cache), _read(model, part, whole)
+        row = about | {"tokens": at + part.shape[1], "kept": [layer.keys.shape[2] for layer in layers]}
+        row |= {"mib": _size(cache), "full_mib": _size(whole)}
+        if at + piece >= ids.shape[1]:
+            row |= {"reach": reach, "compared": compare}
+            row["as_full"] = _agreement(
+                *(_go_on(model, first, held, compare) for first, held in ((token, cache), (wanted, whole)))
+            )
+        yield row
+
+
+def _size(cache: Any) -> float:
+    held = [x for layer in cache.layers for x in (layer.keys, layer.values) if x is not None]
+    return sum(x.numel() * x.element_size() for x in held) / 2**20
+
+
+def _go_on(model: Any, token: Tensor, cache: Any, steps: int) -> Tensor:
+    """The likeliest text from ``token`` on [B, steps]."""
+    said = []
+    for _ in range(steps):
+        said.append(token)
+        token = _read(model, token, cache)
+    return torch.cat(said, 1)
 
 
 def _compared(decoder: Decoder, ids: Tensor, tokens: int, name: str, texts: dict[str, Tensor]) -> dict[str, int]:
@@ -210,8 +252,6 @@ def _prompt(model: Any, batch: int, length: int, tokens: Tensor | None) -> Tenso
     if tokens is None:
         made = torch.Generator().manual_seed(0)
         ids = torch.randint(model.config.vocab_size - 64, (batch, length), generator=made)
-    elif len(tokens) < batch * length:
-        raise CableError(f"the text has {len(tokens)} tokens, {batch} × {length} are wanted. Give more, or --lengths.")
     else:
         ids = tokens[: batch * length].reshape(batch, length)
     return ids.to(model.device)

@@ -120,7 +120,7 @@ def prefill_markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def _by_length(rows: list[dict[str, Any]], key: str, shape: str, faster: Callable[[float, float], float]) -> str:
-    rows = [row for row in latest(rows) if "error" not in row]
+    rows = [_named(row) for row in latest(rows) if "error" not in row]
     lengths = sorted({row["length"] for row in rows})
     lines = ["| model | texts | " + " | ".join(f"{length:,}" for length in lengths) + " |"]
     lines.append("|---" * (len(lengths) + 2) + "|")
@@ -128,7 +128,8 @@ def _by_length(rows: list[dict[str, Any]], key: str, shape: str, faster: Callabl
     for model, batch in dict.fromkeys((row["model"], row["batch"]) for row in rows):
         cells = []
         for length in lengths:
-            row, rope = found.get((model, batch, length)), found.get(("rope", batch, length))
+            ropes = "rope" + (FP32 if model.endswith(FP32) else "")
+            row, rope = found.get((model, batch, length)), found.get((ropes, batch, length))
             cell = "–" if row is None else shape.format(row[key])
             if row is not None and rope is not None:
                 cell += f" ({faster(row[key], rope[key]):.2f})"
@@ -148,6 +149,14 @@ def encoding_markdown(rows: list[dict[str, Any]]) -> str:
         for row in rows
     ]  # fmt: skip
     return markdown_table(header, lines)
+
+
+FP32 = ", fp32"
+
+
+def _named(row: dict[str, Any]) -> dict[str, Any]:
+    """Other precisions are other models."""
+    return {**row, "model": row["model"] + FP32} if row.get("precision") == "fp32" else row
 
 
 TABLES = {

@@ -182,6 +182,41 @@ def _bench_generation(
     console.print(f"Rows added to {results}", markup=False, highlight=False)
 
 
+@bench_app.command(name="forget")
+def bench_forget(
+    checkpoint: Annotated[Path, typer.Argument(help="A model that can forget: see docs/generation.md.")],
+    text: Annotated[Path, typer.Argument(exists=True, help="A .npy file of token ids.")],
+    epsilon: Annotated[float, typer.Option(help="The weight that a row may lose.")] = 1e-4,
+    tokens: Annotated[int, typer.Option(min=1, help="Of the text to read.")] = 65536,
+    piece: Annotated[int, typer.Option(min=1, help="Tokens read at once, and between two rows.")] = 1024,
+    compare: Annotated[int, typer.Option(min=0, help="Tokens of the continuation to compare.")] = 256,
+    results: Annotated[Path, typer.Option(help="JSONL file to which the rows are added.")] = Path(
+        "benchmarks/results/forget.jsonl"
+    ),
+) -> None:
+    """How many keys a forgetting cache holds as a text goes on, beside a cache that keeps everything."""
+    import numpy as np
+    import torch
+
+    from cable_attn.bench import generation as bench
+    from cable_attn.bench.records import append
+    from cable_attn.environment import environment
+    from cable_attn.models.loading import load_model
+
+    found = torch.from_numpy(np.load(text, allow_pickle=False)[:tokens].astype(np.int64))[None]
+    if found.shape[1] < tokens:
+        raise CableError(f"{str(text)!r} has {found.shape[1]} tokens, --tokens={tokens} are wanted.")
+    precision = "bf16" if torch.cuda.is_available() else "fp32"
+    model = bench.prepare(load_model(checkpoint), precision)
+    around = {"model": str(checkpoint), "precision": precision, **environment()}
+    for row in bench.forget(model, found.to(model.device), epsilon, piece, compare):
+        append(results, [{**row, **around}])
+        told = f"{row['tokens']:>8,} read   {row['mib']:8.1f} MiB of {row['full_mib']:8.1f}   kept {row['kept']}"
+        told += f"   as_full {row['as_full']}/{compare}" if "as_full" in row else ""
+        console.print(told, markup=False, highlight=False)
+    console.print(f"Rows added to {results}", markup=False, highlight=False)
+
+
 @bench_app.command(name="pruning")
 def bench_pruning(
     checkpoint: Annotated[Path, typer.Argument(help="A trained model's folder (cable, cable-nw, fox or alibi).")],

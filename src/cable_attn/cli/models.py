@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -103,7 +102,7 @@ def convert(
     data: Annotated[
         str, typer.Option(help="A folder of cable data prepare with the model's tokenizer, or any source of text.")
     ] = "embedded",
-    length: Annotated[int, typer.Option(min=0, help="Tokens at a time; 0: the model's own, 1024 at most.")] = 0,
+    length: Annotated[int, typer.Option(min=0, help="Tokens at a time; 0: what the model knows, at most 1024.")] = 0,
     keep_positions: Annotated[
         bool, typer.Option("--keep-positions", help="Add the encoding to the model's positions.")
     ] = False,
@@ -128,17 +127,21 @@ def convert(
     from cable_attn.tables import LengthTable
 
     model = ModelPart(encoding=encoding, checkpoint=source, keep_positions=keep_positions, weights=weights)
-    chosen = conversion.plan(model, data, tokens, length, overrides or [])
+    chosen = conversion.plan(model, tokens, length, overrides or [])
     _show_plan(f"{source} → {encoding}", chosen)
-    chosen = replace(chosen, data=replace(chosen.data, path=conversion.prepare_data(data, source, out)))
     try:
         with working() as progress:
             task = progress.add_task("converting", total=1.0, what="")
+
+            def tell(split: str, count: int) -> None:
+                progress.update(task, what=f"tokens of {split}")
+
+            chosen, text = conversion.prepare_data(data, chosen, out, eval_tokens, tell)
             found = conversion.convert(
                 chosen,
+                text,
                 out,
                 numbers(lengths) if lengths else (),
-                eval_tokens,
                 lambda what, share: progress.update(task, what=what, completed=share),
             )
             progress.update(task, what="done", completed=1.0)

@@ -295,7 +295,7 @@ class Tokens:
             part, offset = self.parts[first], start - self.starts[first]
             pieces.append(part[offset : offset + stop - start].astype(np.int64))
             start, first = start + len(pieces[-1]), first + 1
-        return np.concatenate(pieces) if len(pieces) != 1 else pieces[0]
+        return pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, np.int64), *pieces])
 
     def document_ids(self, start: int, stop: int) -> np.ndarray:
         """For each token the number of its document."""
