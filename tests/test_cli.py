@@ -317,6 +317,16 @@ def test_the_generation_benchmarks_measure_models_and_folders(checkpoint, tmp_pa
         assert rows[3]["as_unpruned"] == 4 and "as_dynamic 4/4   as_unpruned 4/4" in done.output
 
 
+def test_models_that_get_ready_together_are_measured_in_turn(checkpoint, tmp_path):
+    options = ["--lengths", "9", "--steps", "2", "--no-compiled", "--size", "tiny", "--jobs", "2"]
+    command = ["bench", "decode", str(checkpoint), "learnable", *options, "--results", str(tmp_path / "rows")]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    assert {row["model"] for row in rows} == {str(checkpoint), "learnable"}
+    assert all(row["tokens_per_second"] > 0 for row in rows)
+
+
 def test_a_model_that_fails_in_a_benchmark_does_not_stop_the_others(checkpoint, tmp_path, monkeypatch):
     from cable_attn.bench import generation
 

@@ -1,15 +1,16 @@
-"""Commands in processes of their own, some at a time, each on a GPU of its own."""
+"""Commands in processes of their own: some at a time, each on a GPU of its own, or measured one after the other."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -62,6 +63,86 @@ def run_in_processes(
     finally:
         signal.signal(signal.SIGTERM, before)
     return failed
+
+
+class Process:
+    """A command that gets ready, is measured, and ends."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def start(self, alone: bool) -> None:
+        """alone: nobody else runs, so there is no turn to wait for."""
+        raise NotImplementedError
+
+    @property
+    def warm(self) -> bool:
+        """Ready to be measured, and not yet begun."""
+        raise NotImplementedError
+
+    def begin(self) -> None:
+        """From now on it is alone."""
+        raise NotImplementedError
+
+    @property
+    def measured(self) -> bool:
+        raise NotImplementedError
+
+    def open(self, command: list[str], log: Path, **variables: str) -> None:
+        self.log = log
+        with log.open("wb") as file:
+            self.process = subprocess.Popen(
+                command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env={**os.environ, **variables}
+            )
+
+    def send(self, number: int) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, number)  # with its workers, which compile
+
+    @property
+    def ended(self) -> bool:
+        return self.process.poll() is not None
+
+    @property
+    def failure(self) -> str:
+        return (_last_line(self.log) or f"exit code {self.process.returncode}")[-300:]
+
+
+P = TypeVar("P", bound=Process)
+
+
+def in_turn(processes: list[P], jobs: int) -> Iterator[P]:
+    """Start them, ``jobs`` at a time, and measure one at a time, while the others are stopped; each as it ends."""
+    waiting, running = list(processes), list[P]()
+    current: P | None = None
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs and current is None:
+                running.append(waiting.pop(0))
+                running[-1].start(alone=jobs == 1)
+            if current is None:
+                current = next((process for process in running if process.warm), None)
+                if current is not None:
+                    _send(signal.SIGSTOP, running, but=current)
+                    current.begin()
+            elif current.measured:
+                current = None
+                _send(signal.SIGCONT, running)
+            ended = [process for process in running if process.ended]
+            running = [process for process in running if process not in ended]
+            if current in ended:  # it failed
+                current = None
+                _send(signal.SIGCONT, running)
+            yield from ended
+            time.sleep(0.05)
+    finally:
+        _send(signal.SIGKILL, running)
+
+
+def _send(number: int, processes: Sequence[Process], but: Process | None = None) -> None:
+    for process in processes:
+        if process is not but:
+            process.send(number)
 
 
 def visible_gpus() -> list[str]:

@@ -6,6 +6,10 @@ CUDA graph, the next token chosen on the GPU. What is said so must be what the m
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,6 +22,7 @@ from transformers import AutoConfig, DynamicCache, StaticCache
 
 from cable_attn.encodings import ENCODINGS as ENCODINGS_BY_NAME
 from cable_attn.errors import CableError, reason, require_known
+from cable_attn.jobs import Process, in_turn
 from cable_attn.models import CableGPTConfig, CableGPTForCausalLM
 from cable_attn.models.cache import ForgettingCache, reaches
 from cable_attn.models.loading import load_model
@@ -174,6 +179,7 @@ def run(
             decoder = Decoder(model, batch, max(lengths), max(steps, compare), compile) if steps else None
             if decoder is not None:
                 decoder.check(_prompt(model, batch, min(GATE, *lengths), tokens))
+            _wait_for_turn()
             for length in lengths:
                 ids = _prompt(model, batch, length, tokens)
                 row = about | {"length": length}
@@ -188,6 +194,57 @@ def run(
         decoder = None
         del model
         torch.compiler.reset()
+
+
+TURN = "CABLE_TURN"
+"""Names the folder in which a process says that it is ready to be measured, and is told to begin."""
+
+
+def _wait_for_turn() -> None:
+    if TURN not in os.environ:
+        return
+    folder = Path(os.environ[TURN])
+    (folder / "ready").touch()
+    while not (folder / "go").exists():
+        time.sleep(0.05)
+
+
+class Measured(Process):
+    """``cable bench decode`` or ``prefill`` of one model: it compiles beside others and waits for its turn."""
+
+    def __init__(self, name: str, command: list[str], folder: Path):
+        self.name, self.folder = name, Path(tempfile.mkdtemp(dir=folder))
+        self.results = self.folder / "rows.jsonl"
+        self.command = [sys.executable, "-m", "cable_attn", "bench", *command, name, "--results", str(self.results)]
+        self.begun = False
+
+    def start(self, alone: bool) -> None:
+        if alone:
+            self.begin()
+        self.open(self.command, self.folder / "log", **{TURN: str(self.folder)})
+
+    @property
+    def warm(self) -> bool:
+        return not self.begun and (self.folder / "ready").exists()
+
+    def begin(self) -> None:
+        self.begun = True
+        (self.folder / "go").touch()
+
+    @property
+    def measured(self) -> bool:
+        return self.ended
+
+    def rows(self) -> list[dict[str, Any]]:
+        found = [json.loads(line) for line in self.results.read_text().splitlines()] if self.results.exists() else []
+        return found if not self.process.returncode else [*found, {"model": self.name, "error": self.failure}]
+
+
+def run_in_turn(names: list[str], command: list[str], jobs: int) -> Iterator[dict[str, Any]]:
+    """The rows of ``cable bench COMMAND NAME`` for each name, several of which get ready at the same time."""
+    with tempfile.TemporaryDirectory() as folder:
+        for process in in_turn([Measured(name, command, Path(folder)) for name in names], jobs):
+            yield from process.rows()
 
 
 @torch.inference_mode()
@@ -230,7 +287,7 @@ def _go_on(model: Any, token: Tensor, cache: Any, steps: int) -> Tensor:
 
 def _compared(decoder: Decoder, ids: Tensor, tokens: int, name: str, texts: dict[str, Tensor]) -> dict[str, int]:
     said = texts[name] = decoder.text(ids, tokens)
-    told = {"as_dynamic": _agreement(said, decoder.dynamic_text(ids, tokens))}
+    told = {"compared": tokens, "as_dynamic": _agreement(said, decoder.dynamic_text(ids, tokens))}
     plain = texts.get(name.removesuffix(PRUNED)) if name.endswith(PRUNED) else None
     return told if plain is None else {**told, "as_unpruned": _agreement(said, plain)}
 

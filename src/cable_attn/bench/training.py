@@ -8,14 +8,10 @@ updates warms up; the median rate of the log lines after it counts. Several cell
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +22,7 @@ from cable_attn import recipe as recipes
 from cable_attn.data.shards import Request, prepare
 from cable_attn.data.sources import open_source
 from cable_attn.data.tokenizers import find_tokenizer
+from cable_attn.jobs import Process, in_turn
 from cable_attn.pretraining import make_config, plan
 
 ENCODINGS = ("rope", "cable", "cable-nw", "alibi", "kerple-log", "t5", "fire", "learnable", "sinusoidal")
@@ -48,45 +45,11 @@ def run(
         prepare(data, Request("embedded", "bpe:2048"), streams, find_tokenizer("bpe:2048", streams["train"](0)))
         settings = [f"path={data}", f"steps={steps}", *overrides]
         cells = [_Cell(size, encoding, settings, Path(folder)) for size in sizes for encoding in encodings]
-        yield from _in_turn(cells, jobs)
+        for cell in in_turn(cells, jobs):
+            yield cell.row()
 
 
-def _in_turn(cells: list[_Cell], jobs: int) -> Iterator[dict[str, Any]]:
-    """Start the cells, ``jobs`` at a time, and measure one at a time."""
-    waiting, running = list(cells), list[_Cell]()
-    measured: _Cell | None = None
-    try:
-        while waiting or running:
-            while waiting and len(running) < jobs and measured is None:
-                running.append(waiting.pop(0))
-                running[-1].start(alone=jobs == 1)
-            if measured is None:
-                measured = next((cell for cell in running if cell.warm), None)
-                if measured is not None:
-                    measured.begin()
-                    _send(signal.SIGSTOP, running, but=measured)
-            elif measured.all_logged:
-                measured = None
-                _send(signal.SIGCONT, running)
-            ended = [cell for cell in running if cell.ended]
-            running = [cell for cell in running if cell not in ended]
-            if measured in ended:  # it failed
-                measured = None
-                _send(signal.SIGCONT, running)
-            for cell in ended:
-                yield cell.row()
-            time.sleep(0.05)
-    finally:
-        _send(signal.SIGKILL, running)
-
-
-def _send(number: int, cells: list[_Cell], but: _Cell | None = None) -> None:
-    for cell in cells:
-        if cell is not but:
-            cell.send(number)
-
-
-class _Cell:
+class _Cell(Process):
     """A run of ``cable train`` and what it has logged."""
 
     def __init__(self, size: str, encoding: str, settings: list[str], folder: Path):
@@ -107,14 +70,7 @@ class _Cell:
         if alone:
             self.begun = self.chosen.train.steps // 2 - LOG_EVERY
         train = [sys.executable, "-m", "cable_attn", "train", self.name, *self.settings]
-        with (self.out / "log").open("wb") as log:
-            self.process = subprocess.Popen(
-                [*train, "--out", str(self.out / "run")], stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
-
-    def send(self, number: int) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, number)  # with its workers, which compile
+        self.open([*train, "--out", str(self.out / "run")], self.out / "log")
 
     def lines(self) -> list[dict[str, Any]]:
         path = self.out / "run" / "metrics.jsonl"
@@ -134,12 +90,8 @@ class _Cell:
         self.begun = self.logged
 
     @property
-    def all_logged(self) -> bool:
+    def measured(self) -> bool:
         return self.logged >= self.chosen.train.steps
-
-    @property
-    def ended(self) -> bool:
-        return self.process.poll() is not None
 
     def row(self) -> dict[str, Any]:
         try:
@@ -149,8 +101,7 @@ class _Cell:
 
     def _measured(self) -> dict[str, Any]:
         if self.process.returncode:
-            log = (self.out / "log").read_text(encoding="utf-8", errors="replace").strip()
-            return {"error": (log or f"exit code {self.process.returncode}").splitlines()[-1][-300:]}
+            return {"error": self.failure}
         lines = self.lines()
         alone = self.chosen.train.steps if self.begun is None else self.begun + LOG_EVERY
         rates = [line["tokens_per_second"] for line in lines if "loss" in line and line["step"] > alone]

@@ -107,6 +107,7 @@ Size = Annotated[str, typer.Option(help="Of the models with fresh weights: tiny,
 Lengths = Annotated[str, typer.Option(help="Tokens of the prompt, with commas between; default: 1024 to 131072.")]
 Batch = Annotated[int, typer.Option(min=1, help="Texts at once.")]
 Prune = Annotated[float, typer.Option(min=0, help="ε: measure what can be pruned so as well; 0: not.")]
+Jobs = Annotated[int, typer.Option(min=1, help="Models that compile at the same time; they are measured one by one.")]
 Prompts = Annotated[Path | None, typer.Option(exists=True, help="A .npy file of token ids; default: random ones.")]
 
 
@@ -124,6 +125,7 @@ def bench_decode(
         int, typer.Option(min=0, help="Also compare texts of so many tokens: with a dynamic cache, without pruning.")
     ] = 0,
     precision: Annotated[str, typer.Option(help="bf16 or fp32; default: bf16 on a GPU.")] = "",
+    jobs: Jobs = 1,
     results: Annotated[Path, typer.Option(help="JSONL file to which the rows are added.")] = Path(
         "benchmarks/results/decode.jsonl"
     ),
@@ -135,7 +137,10 @@ def bench_decode(
     cable bench decode rope runs/medium --prune 1e-4     a trained one as well, pruned and not
     ```
     """
-    _bench_generation(models, size, lengths, batch, prune, text, results, steps, compiled, compare, precision)
+    own = ["--steps", str(steps), "--compiled" if compiled else "--no-compiled", "--compare", str(compare)]
+    own += ["--precision", precision] if precision else []
+    chosen = {"steps": steps, "compile": compiled, "compare": compare}
+    _bench_generation(["decode", *own], models, size, lengths, batch, prune, text, results, jobs, precision, chosen)
 
 
 @bench_app.command(name="prefill")
@@ -146,17 +151,18 @@ def bench_prefill(
     batch: Batch = 1,
     prune: Prune = 0.0,
     text: Prompts = None,
+    jobs: Jobs = 1,
     results: Annotated[Path, typer.Option(help="JSONL file to which the rows are added.")] = Path(
         "benchmarks/results/prefill.jsonl"
     ),
 ) -> None:
     """Seconds until the first new token, and peak memory, for prompts of several lengths."""
-    _bench_generation(models, size, lengths, batch, prune, text, results)
+    _bench_generation(["prefill"], models, size, lengths, batch, prune, text, results, jobs, "", {})
 
 
 def _bench_generation(
-    models: list[str] | None, size: str, lengths: str, batch: int, prune: float, text: Path | None, results: Path,
-    steps: int = 0, compiled: bool = True, compare: int = 0, precision: str = "",
+    command: list[str], models: list[str] | None, size: str, lengths: str, batch: int, prune: float, text: Path | None,
+    results: Path, jobs: int, precision: str, options: dict[str, Any],
 ) -> None:  # fmt: skip
     import numpy as np
     import torch
@@ -168,18 +174,29 @@ def _bench_generation(
     require_known("size", size, ["tiny", "small", "medium"])
     precision = precision or ("bf16" if torch.cuda.is_available() else "fp32")
     require_known("precision", precision, bench.PRECISIONS)
-    wanted = bench.choose(models or list(bench.ENCODINGS), size, prune or None)
-    tokens = None if text is None else torch.from_numpy(np.load(text, allow_pickle=False).astype(np.int64))
-    around = {"size": size, **environment()}
+    names = models or list(bench.ENCODINGS)
+    wanted = bench.choose(names, size, prune or None)
     chosen = numbers(lengths) if lengths else list(bench.LENGTHS)
-    for row in bench.run(wanted, chosen, batch, tokens, steps, compiled, compare, precision):
+    if jobs > 1:
+        told = ["--size", size, "--lengths", ",".join(map(str, chosen)), "--batch", str(batch), "--prune", str(prune)]
+        told += [] if text is None else ["--text", str(text)]
+        rows = bench.run_in_turn(names, [*command, *told], jobs)
+    else:
+        tokens = None if text is None else torch.from_numpy(np.load(text, allow_pickle=False).astype(np.int64))
+        rows = bench.run(wanted, chosen, batch, tokens, precision=precision, **options)
+    around = {"size": size, **environment()}
+    for row in rows:
         append(results, [{**row, **around}])
-        speed = f"{row['tokens_per_second']:>10,.1f} tokens/s" if "tokens_per_second" in row else ""
-        wait = f"{row['seconds_to_first_token']:>10.3f} s" if "seconds_to_first_token" in row else ""
-        told = row.get("error") or f"{speed}{wait}   peak {row['peak_mib'] or 0:>7,} MiB"
-        told += "".join(f"   {key} {row[key]}/{compare}" for key in ("as_dynamic", "as_unpruned") if key in row)
-        console.print(f"{row['model']:>24} {row.get('length', 0):>7,} {told}", markup=False, highlight=False)
+        _tell_generation(row)
     console.print(f"Rows added to {results}", markup=False, highlight=False)
+
+
+def _tell_generation(row: dict[str, Any]) -> None:
+    speed = f"{row['tokens_per_second']:>10,.1f} tokens/s" if "tokens_per_second" in row else ""
+    wait = f"{row['seconds_to_first_token']:>10.3f} s" if "seconds_to_first_token" in row else ""
+    told = row.get("error") or f"{speed}{wait}   peak {row['peak_mib'] or 0:>7,} MiB"
+    told += "".join(f"   {key} {row[key]}/{row['compared']}" for key in ("as_dynamic", "as_unpruned") if key in row)
+    console.print(f"{row['model']:>24} {row.get('length', 0):>7,} {told}", markup=False, highlight=False)
 
 
 @bench_app.command(name="forget")
