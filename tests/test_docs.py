@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cable_attn import ENCODINGS, CableError, evidence, recipe
+from cable_attn import ENCODINGS, CableError, claims, evidence, recipe, study
 from cable_attn.bench import records
 from cable_attn.cli import app
 from cable_attn.encodings.base import option_names
@@ -108,14 +108,14 @@ def test_the_training_page_lists_every_recipe():
 
 
 def test_the_results_page_is_made_from_the_stored_runs_byte_for_byte(tmp_path):
-    shutil.copytree(ROOT / "benchmarks", tmp_path / "benchmarks", ignore=shutil.ignore_patterns("*.jsonl"))
-    pages = {name: tmp_path / name for name in ("docs/results.md", "README.md")}
+    shutil.copytree(ROOT / "benchmarks", tmp_path / "benchmarks")
+    pages = {name: tmp_path / name for name in ("docs/results.md", "docs/claims.md", "README.md")}
     (tmp_path / "docs").mkdir()
     for name, page in pages.items():
-        emptied = evidence.MARK.sub(
-            lambda found: f"{found.group(0).splitlines()[0]}\n<!-- end -->", (ROOT / name).read_text()
-        )
-        page.write_text(emptied)
+        text = (ROOT / name).read_text()
+        for mark in (evidence.MARK, evidence.CLAIMS):
+            text = mark.sub(lambda found: f"{found.group(0).splitlines()[0]}\n<!-- end -->", text)
+        page.write_text(text)
     arguments = ["--stored", str(tmp_path / "benchmarks"), "--figures", str(tmp_path / "docs/results")]
     result = CliRunner().invoke(app, ["study", "report", *arguments, "--pages", ",".join(map(str, pages.values()))])
     assert result.exit_code == 0, result.output
@@ -140,3 +140,40 @@ def test_marks_that_name_nothing_are_errors_and_the_page_stays(mark, words, tmp_
     with pytest.raises(CableError) as error:
         evidence.fill(page, ROOT / "benchmarks", tmp_path)
     assert words in str(error.value) and page.read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("tests", "verdict"),
+    [
+        (["books: cable@15360 < rope@15360"], "holds"),
+        (["books: cable@15360 < rope@15360", "books: cable@15360 > rope@15360"], "holds in part"),
+        (["books: cable@1024 < 0.5 * rope@1024"], "refuted"),
+        (["retrieval wiki: cable@8192 > rope@8192", "memory: cable@medium < 1.05 * rope@medium"], "holds"),
+    ],
+)
+def test_a_verdict_follows_from_stored_numbers(tests, verdict, tmp_path):
+    stored = tmp_path / "benchmarks"
+    shutil.copytree(ROOT / "benchmarks", stored)
+    (stored / "claims.toml").write_text(f"[[claim]]\nnumber = 2\ntests = {json.dumps(tests)}\n")
+    lines = claims.table(stored, tmp_path / "page.md").splitlines()
+    assert len(lines) == 2 + len(study.claims()) and f"**{verdict}**" in lines[3] and "**not measured**" in lines[2]
+    assert "](benchmarks/results/" in lines[3]
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ('tests = ["books: cable is best"]', "is no comparison"),
+        ('tests = ["book: cable@1024 < rope@1024"]', "Did you mean 'books'?"),
+        ('tests = ["books: cabel@1024 < rope@1024"]', "Did you mean 'cable'?"),
+        ('tests = ["books: cable@1000 < rope@1024"]', "unknown column of 'cable'"),
+        ('verdict = "true"', "unknown verdict in claims.toml 'true'"),
+    ],
+)
+def test_claims_that_compare_nothing_are_named(entry, words, tmp_path):
+    stored = tmp_path / "benchmarks"
+    shutil.copytree(ROOT / "benchmarks", stored)
+    (stored / "claims.toml").write_text(f"[[claim]]\nnumber = 2\n{entry}\n")
+    with pytest.raises(CableError) as error:
+        claims.table(stored, tmp_path / "page.md")
+    assert words in str(error.value)

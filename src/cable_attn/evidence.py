@@ -5,6 +5,7 @@ A folder holds studies, ``NAME.toml``, and what their cells have found, ``result
     <!-- study NAME -->          all of a study: tables, figures, its runs with hardware and time
     <!-- table NAME -->          its first table only
     <!-- figure NAME FIGURE -->  one figure only
+    <!-- claims -->              the paper's claims and what the results say of them
 
 each up to ``<!-- end -->``, are written anew. All pages share one folder of figures.
 """
@@ -18,14 +19,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from cable_attn import claims, summary
 from cable_attn import study as studies
-from cable_attn import summary
 from cable_attn.errors import CableError, unknown
 from cable_attn.files import write_atomically
 from cable_attn.study import Study
 from cable_attn.summary import Figure, Gathered
 from cable_attn.tables import LengthTable, markdown_table
 
+CLAIMS = re.compile(r"<!-- claims -->.*?<!-- end -->", re.DOTALL)
 MARK = re.compile(r"<!-- (study|table|figure) ([\w-]+)(?: ([\w-]+))? -->.*?<!-- end -->", re.DOTALL)
 
 
@@ -43,6 +45,9 @@ def fill(page: Path, stored: Path, figures: Path) -> list[Path]:
         return f"{mark}\n{content}\n<!-- end -->"
 
     text = page.read_text(encoding="utf-8")
+    if CLAIMS.search(text):
+        told = claims.table(stored, page)
+        text = CLAIMS.sub(lambda found: f"<!-- claims -->\n{told}\n<!-- end -->", text)
     try:
         write_atomically(page, MARK.sub(block, text))
     except ImportError as error:
@@ -54,7 +59,7 @@ class Stored:
     """One study's results, as Markdown for a page."""
 
     def __init__(self, stored: Path, name: str, page: Path, figures: Path, written: list[Path]):
-        known = sorted(path.stem for path in stored.glob("*.toml"))
+        known = sorted(path.stem for path in stored.glob("*.toml") if path.name != claims.FILE)
         if name not in known:
             raise unknown("stored study", name, known)
         self.study: Study = studies.load(str(stored / f"{name}.toml"), checked=False)

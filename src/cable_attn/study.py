@@ -531,8 +531,18 @@ def paper(entry: str) -> dict[str, Any] | None:
     """The paper's numbers for a study."""
     if not entry:
         return None
-    known = json.loads((_folder() / "paper.json").read_text(encoding="utf-8"))
+    known = _paper()
     if entry not in known:
         raise unknown("entry of paper.json", entry, list(known))
     found: dict[str, Any] = known[entry]
     return found
+
+
+def claims() -> list[dict[str, str]]:
+    """The paper's, in our words, and where it makes them."""
+    found: list[dict[str, str]] = _paper()["claims"]
+    return found
+
+
+def _paper() -> dict[str, Any]:
+    return dict(json.loads((_folder() / "paper.json").read_text(encoding="utf-8")))

@@ -33,6 +33,7 @@ PAPER = {
 }
 """The paper's tables and figures by number."""
 MULTIPLES = (1, 2, 4, 8, 16)
+PAGES = "docs/results.md,docs/claims.md,README.md"
 MARK = "demo.json"
 """What tells the demo's folder from any other."""
 
@@ -122,7 +123,7 @@ def report(
     stored: Annotated[Path, typer.Option(help="For the pages: where studies and their results are stored.")] = Path(
         "benchmarks"
     ),
-    pages: Annotated[str, typer.Option(help="Which to write anew, with commas between.")] = "docs/results.md,README.md",
+    pages: Annotated[str, typer.Option(help="Which to write anew, with commas between.")] = PAGES,
     figures: Annotated[Path, typer.Option(help="The folder of the pages' figures.")] = Path("docs/results"),
 ) -> None:
     """Make the table (terminal, Markdown, CSV, LaTeX) and figures of what is done, the paper's numbers beside ours.
