@@ -106,7 +106,8 @@ def load_data(recipe: Recipe, folder: Path) -> Data:
         _prepare_embedded(path, f"bpe:{vocabulary}" if own is None else recipe.model.checkpoint)
     split = Tokens(path, "train")
     if split.vocab_size > vocabulary:
-        raise CableError(f"{str(path)!r} has a vocabulary of {split.vocab_size}, the model one of {vocabulary}.")
+        whose = "the checkpoint's" if recipe.model.checkpoint else "model.vocab_size"
+        raise CableError(f"{str(path)!r} has a vocabulary of {split.vocab_size}, {whose} is {vocabulary}.")
     tokenizer = load_tokenizer(str(path / "tokenizer")) if (path / "tokenizer").is_dir() else None
     if own is not None and tokenizer is not None and own.get_vocab() != tokenizer.get_vocab():
         raise CableError(
