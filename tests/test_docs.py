@@ -53,7 +53,7 @@ def test_readme_snippets_run():
         exec(blocks[1], {})
 
 
-@pytest.mark.parametrize(("name", "tables"), [("kernels", 3), ("training", 1), ("retrieval", 1)])
+@pytest.mark.parametrize(("name", "tables"), [("kernels", 3), ("training", 1), ("retrieval", 1), ("generation", 1)])
 def test_the_pages_show_the_stored_measurements(name, tables):
     page = (ROOT / f"docs/{name}.md").read_text()
     assert page.count("<!-- end -->") == tables

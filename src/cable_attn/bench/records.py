@@ -151,6 +151,20 @@ def encoding_markdown(rows: list[dict[str, Any]]) -> str:
     return markdown_table(header, lines)
 
 
+def forget_markdown(rows: list[dict[str, Any]]) -> str:
+    """What a forgetting cache holds each time the text has doubled."""
+    rows = latest(rows)
+    last = rows[-1]
+    doubled = [row for row in rows if (row["tokens"] // rows[0]["tokens"]).bit_count() == 1] or rows
+    shown = doubled if doubled[-1] is last else [*doubled, last]
+    lines = [
+        (f"{row['tokens']:,}", f"{row['mib']:.1f}", f"{row['full_mib']:.1f}", ", ".join(map(str, row["kept"])))
+        for row in shown
+    ]
+    told = markdown_table(("tokens read", "MiB", "MiB of a cache that keeps all", "keys in each layer"), lines)
+    return f"{told}\n\nThe next {last['compared']} tokens: {last['as_full']} are the same before the first that is not."
+
+
 FP32 = ", fp32"
 
 
@@ -160,6 +174,7 @@ def _named(row: dict[str, Any]) -> dict[str, Any]:
 
 
 TABLES = {
+    "forget": forget_markdown,
     "encoding": encoding_markdown,
     "attention": attention_markdown,
     "pruning": pruning_markdown,

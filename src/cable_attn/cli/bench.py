@@ -278,7 +278,7 @@ def bench_report(
     """Make the tables and figures of the documents from the stored measurements."""
     from cable_attn.bench import records
     from cable_attn.files import write_atomically
-    from cable_attn.report import generation_figure, speed_figure, training_figure
+    from cable_attn.report import forgetting_figure, generation_figure, speed_figure, training_figure
 
     written = []
     pages = (docs / name for name in ("kernels.md", "training.md", "generation.md", "retrieval.md"))
@@ -293,6 +293,8 @@ def bench_report(
     if all(path.exists() for path in generation):
         decode, prefill = (records.latest(records.read(path)) for path in generation)
         written += generation_figure(decode, prefill, docs / "generation")
+    if (results / "forget.jsonl").exists():
+        written += forgetting_figure(records.latest(records.read(results / "forget.jsonl")), docs / "forgetting")
     console.print("Written:", *written, highlight=False)
 
 
