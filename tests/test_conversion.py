@@ -19,7 +19,7 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
-from cable_attn import CableError, adapting, conversion, pretraining, study
+from cable_attn import CableError, adapting, conversion, findings, pretraining, study
 from cable_attn.cli import app
 from cable_attn.data import embedded_corpus, train_bpe
 from cable_attn.models.loading import load_model
@@ -167,8 +167,8 @@ tokens = 1000
     )
     second = study.load(str(tmp_path / "second.toml"))
     assert study.run(second, tmp_path / "second") == {}
-    found = study.by_variant(list(study.results(second, tmp_path / "second")))
-    before = study.by_variant(list(study.results(first, tmp_path / "first")))["rope"]
+    found = findings.by_variant(list(study.results(second, tmp_path / "second")))
+    before = findings.by_variant(list(study.results(first, tmp_path / "first")))["rope"]
     assert found["rope"][16] < before[16] and found["cable"][64] != found["rope"][64]
     shutil.rmtree(tmp_path / "first")  # what is stored can be shown without its checkpoint
     command = ["study", "report", str(tmp_path / "second.toml"), "--out", str(tmp_path / "second")]

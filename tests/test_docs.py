@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cable_attn import ENCODINGS, CableError, claims, evidence, recipe, study
+from cable_attn import ENCODINGS, CableError, claims, evidence, findings, recipe
 from cable_attn.bench import records
 from cable_attn.cli import app
 from cable_attn.encodings.base import option_names
@@ -156,7 +156,7 @@ def test_a_verdict_follows_from_stored_numbers(tests, verdict, tmp_path):
     shutil.copytree(ROOT / "benchmarks", stored)
     (stored / "claims.toml").write_text(f"[[claim]]\nnumber = 2\ntests = {json.dumps(tests)}\n")
     lines = claims.table(stored, tmp_path / "page.md").splitlines()
-    assert len(lines) == 2 + len(study.claims()) and f"**{verdict}**" in lines[3] and "**not measured**" in lines[2]
+    assert len(lines) == 2 + len(findings.claims()) and f"**{verdict}**" in lines[3] and "**not measured**" in lines[2]
     assert "](benchmarks/results/" in lines[3]
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from cable_attn import CableGPTForCausalLM, jobs, passkey, pretraining, study, summary
+from cable_attn import CableGPTForCausalLM, findings, jobs, passkey, pretraining, study, summary
 from cable_attn.cli import app
 from cable_attn.data import Document, embedded_corpus, train_bpe
 from cable_attn.errors import CableError
@@ -106,7 +106,7 @@ def test_passkeys_are_part_of_a_study(tmp_path):
     assert study.run(small, tmp_path / "out") == {}
     [row] = study.results(small, tmp_path / "out")
     assert {(r["length"], r["depth"]) for r in row["passkey"]} == {(n, d) for n in (96, 128) for d in passkey.DEPTHS}
-    assert list(study.found_by_length([row])["cable"]) == [96, 128]
+    assert list(findings.found_by_length([row])["cable"]) == [96, 128]
 
 
 def test_a_trained_model_is_read_again_with_another_config(file, tmp_path):
@@ -123,7 +123,7 @@ attention_backend = "reference"
 """)
     small = study.load(str(file), ["steps=2"])
     assert study.run(small, tmp_path / "out") == {}
-    found = study.by_variant(list(study.results(small, tmp_path / "out")))
+    found = findings.by_variant(list(study.results(small, tmp_path / "out")))
     assert list(found) == ["cable", "cable, backwards", "rope", "rope, YaRN"]
     assert found["cable, backwards"][64] == pytest.approx(found["cable"][64], rel=1e-4)
     assert found["rope, YaRN"][64] != found["rope"][64]
@@ -249,7 +249,7 @@ def test_bad_studies_are_named(text, words, tmp_path):
 def test_every_study_of_the_package_loads_and_the_papers_numbers_are_there():
     for name in study.builtin():
         found = study.load(name)
-        numbers = study.paper(found.paper)
+        numbers = findings.paper(found.paper)
         if numbers is not None:
             assert set(found.variants) <= set(numbers["rows"]), name
             assert all(str(length) in row for row in numbers["rows"].values() for length in found.lengths), name

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cable_attn import findings, summary
 from cable_attn import study as studies
-from cable_attn import summary
 from cable_attn.bench import records
 from cable_attn.errors import CableError, require_known, unknown
 from cable_attn.tables import markdown_table
@@ -52,7 +52,7 @@ def table(stored: Path, page: Path) -> str:
     said = _read(stored / FILE)
     known = dict(_numbers(stored))
     lines = []
-    for number, claim in enumerate(studies.claims(), 1):
+    for number, claim in enumerate(findings.claims(), 1):
         verdict, found, places = _judge(said.get(number, {}), known)
         links = [f"[{place.name}]({Path(os.path.relpath(place, page.parent)).as_posix()})" for place in places]
         cells = (str(number), claim["claim"], claim["where"], f"**{verdict}**", found, ", ".join(links))
@@ -138,7 +138,7 @@ def _of_study(study: studies.Study, folder: Path) -> Iterator[tuple[str, Numbers
     if tuned:
         yield f"{study.name} contrastive", Numbers(tuned, folder, "{:.3f}")
     for collection in dict.fromkeys(name for row in rows for name in row.get("retrieval", {})):
-        found = studies.found_documents(rows, collection)
+        found = findings.found_documents(rows, collection)
         means = {name: {str(n): statistics.mean(all_) for n, all_ in row.items()} for name, row in found.items()}
         yield f"{study.name} {Path(collection).name}", Numbers(means, folder)
 

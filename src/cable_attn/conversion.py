@@ -22,7 +22,7 @@ from cable_attn.data.sources import open_source
 from cable_attn.data.tokenizers import find_tokenizer
 from cable_attn.environment import environment
 from cable_attn.errors import CableError, require_known
-from cable_attn.evaluation import HeldOut, evaluate, find_held_out
+from cable_attn.evaluation import HeldOut, evaluate, find_held_out, share_read
 from cable_attn.files import as_json, read_json, writable_folder, write_json
 from cable_attn.models.loading import checkpoint_folder, load_model, tokenizer_of
 from cable_attn.recipe import WEIGHTS, DataPart, ModelPart, Recipe, TrainPart
@@ -156,14 +156,8 @@ def _begun(recipe: Recipe, text: HeldOut, out: Path, lengths: list[int]) -> dict
 
 def _read(folder: Path, text: HeldOut, lengths: Sequence[int], when: str, tell: Watcher) -> Any:
     model = load_model(folder, dtype=torch.float32).to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
-    done, total = 0, len(text.tokens) * len(lengths)
-
-    def on_tokens(length: int, count: int) -> None:
-        nonlocal done
-        done += count
-        tell(f"reading {when}, {length} tokens at once", done / total)
-
-    return evaluate(model, text, lengths, watch=on_tokens, batch_tokens=16384)
+    watch = share_read(text, lengths, lambda length, share: tell(f"reading {when}, {length} tokens at once", share))
+    return evaluate(model, text, lengths, watch=watch, batch_tokens=16384)
 
 
 def _train(recipe: Recipe, out: Path, tell: Watcher) -> None:

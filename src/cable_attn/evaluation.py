@@ -222,6 +222,18 @@ def perplexity(
     return math.exp(tally.loss)
 
 
+def share_read(text: HeldOut, lengths: Sequence[int], tell: Callable[[int, float], None]) -> Callable[[int, int], None]:
+    """A ``watch`` that tells of the length that is read, and the share of all reading that is done."""
+    done, total = 0, len(text.tokens) * len(lengths)
+
+    def watch(length: int, count: int) -> None:
+        nonlocal done
+        done += count
+        tell(length, done / total)
+
+    return watch
+
+
 @torch.inference_mode()
 def measure(
     model: PreTrainedModel,

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cable_attn import claims, summary
+from cable_attn import claims, findings, summary
 from cable_attn import study as studies
 from cable_attn.errors import CableError, unknown
 from cable_attn.files import write_atomically
@@ -68,7 +68,7 @@ class Stored:
         rows = list(studies.results(self.study, self.folder))
         if not rows:
             raise CableError(f"{str(self.folder)!r} holds no results yet.")
-        paper = studies.paper(self.study.paper)
+        paper = findings.paper(self.study.paper)
         self.gathered = Gathered(
             self.study.title, rows, {}, paper["rows"] if paper else {}, studies.baseline(self.folder)
         )
@@ -94,7 +94,7 @@ class Stored:
     def _growth(self) -> LengthTable:
         """Ours and the paper's on other data, each over its own value at the training length."""
         at = self.study.trained_at
-        entry = studies.paper(self.study.like)
+        entry = findings.paper(self.study.like)
         assert entry is not None
         ours = {
             name: {length: [value / row[at]] for length, value in row.items()}

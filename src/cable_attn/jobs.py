@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -65,28 +66,29 @@ def run_in_processes(
     return failed
 
 
-class Process:
+class Process(ABC):
     """A command that gets ready, is measured, and ends."""
 
     process: subprocess.Popen[bytes]
     log: Path
 
+    @abstractmethod
     def start(self, alone: bool) -> None:
         """alone: nobody else runs, so there is no turn to wait for."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def warm(self) -> bool:
         """Ready to be measured, and not yet begun."""
-        raise NotImplementedError
 
+    @abstractmethod
     def begin(self) -> None:
         """From now on it is alone."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def measured(self) -> bool:
-        raise NotImplementedError
+        """Others may go on."""
 
     def open(self, command: list[str], log: Path, **variables: str) -> None:
         self.log = log

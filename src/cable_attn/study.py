@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from cable_attn import harness, passkey, pretraining
+from cable_attn import findings, harness, passkey, pretraining
 from cable_attn import recipe as recipes
 from cable_attn.data.shards import Tokens
 from cable_attn.environment import environment
 from cable_attn.errors import CableError, unknown
-from cable_attn.evaluation import HeldOut, checkpoint_hash, evaluate, find_held_out
+from cable_attn.evaluation import HeldOut, checkpoint_hash, evaluate, find_held_out, share_read
 from cable_attn.files import as_json, read_json, writable_folder, write_json
 from cable_attn.models.loading import load_model, tokenizer_of
 from cable_attn.recipe import Recipe
@@ -163,8 +163,8 @@ def load(name: str, overrides: Sequence[str] = (), *, checked: bool = True) -> S
 
 def check(study: Study) -> None:
     """A bad name or number must not come up hours later."""
-    paper(study.paper)
-    paper(study.like)
+    findings.paper(study.paper)
+    findings.paper(study.like)
     for variant in study.seeds_of:
         if variant not in study.variants:
             raise unknown("variant in seeds_of", variant, list(study.variants))
@@ -437,13 +437,11 @@ def _read_model(
     """``changes``: to the model's config, which its weights know nothing of."""
     study, reading = cell.study, cell.study.reading
     model = load_model(folder, **changes).to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
-    done, total = 0, len(text.tokens) * len(study.lengths)
 
-    def on_tokens(length: int, count: int) -> None:
-        nonlocal done
-        done += count
-        _tell(watch, cell, f"reading {length} tokens at once", done / total)
+    def on_share(length: int, share: float) -> None:
+        _tell(watch, cell, f"reading {length} tokens at once", share)
 
+    on_tokens = share_read(text, study.lengths, on_share)
     options: dict[str, Any] = {"stride": reading.stride or None, "same_tokens": reading.same_tokens}
     rows = evaluate(model, text, study.lengths, batch_tokens=reading.batch_tokens, watch=on_tokens, **options)
     result: dict[str, Any] = {"results": rows}
@@ -475,25 +473,6 @@ def results(study: Study, out: Path) -> Iterator[dict[str, Any]]:
             yield result
 
 
-def with_again(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What was read once more stands as a variant of its own, below the one that was trained."""
-    told = []
-    for row in rows:
-        told += [row, *({**row, "variant": name, **found} for name, found in row.get("again", {}).items())]
-    return told
-
-
-def by_variant(rows: Sequence[dict[str, Any]], key: str = "perplexity") -> dict[str, dict[int, list[float]]]:
-    """variant → length → the values of all seeds; lengths that a variant cannot read are absent."""
-    table: dict[str, dict[int, list[float]]] = {}
-    for row in with_again(rows):
-        lengths = table.setdefault(row["variant"], {})
-        for result in row["results"]:
-            if key in result:
-                lengths.setdefault(result["length"], []).append(result[key])
-    return table
-
-
 def add_baseline(study: Study, out: Path) -> None:
     """BM25 on the study's collections, once."""
     assert study.retrieval is not None
@@ -504,45 +483,3 @@ def add_baseline(study: Study, out: Path) -> None:
 
 def baseline(out: Path) -> dict[str, dict[str, Any]]:
     return read_json(out / BASELINE) if (out / BASELINE).exists() else {}
-
-
-def found_documents(rows: Sequence[dict[str, Any]], collection: str) -> dict[str, dict[int, list[float]]]:
-    """variant → length → 100 × nDCG@10 of all seeds; lengths that a variant cannot read are absent."""
-    table: dict[str, dict[int, list[float]]] = {}
-    for row in rows:
-        lengths = table.setdefault(row["variant"], {})
-        for result in row["retrieval"][collection]["rows"]:
-            if "ndcg@10" in result:
-                lengths.setdefault(result["max_length"], []).append(100 * result["ndcg@10"])
-    return table
-
-
-def found_by_length(rows: Sequence[dict[str, Any]]) -> dict[str, dict[int, list[float]]]:
-    """variant → length → the share of pass keys found at all depths, for all seeds."""
-    table: dict[str, dict[int, list[float]]] = {}
-    for row in with_again(rows):
-        for length in sorted({result["length"] for result in row.get("passkey", []) if "error" not in result}):
-            found = [result["accuracy"] for result in row["passkey"] if result["length"] == length]
-            table.setdefault(row["variant"], {}).setdefault(length, []).append(100 * sum(found) / len(found))
-    return table
-
-
-def paper(entry: str) -> dict[str, Any] | None:
-    """The paper's numbers for a study."""
-    if not entry:
-        return None
-    known = _paper()
-    if entry not in known:
-        raise unknown("entry of paper.json", entry, list(known))
-    found: dict[str, Any] = known[entry]
-    return found
-
-
-def claims() -> list[dict[str, str]]:
-    """The paper's, in our words, and where it makes them."""
-    found: list[dict[str, str]] = _paper()["claims"]
-    return found
-
-
-def _paper() -> dict[str, Any]:
-    return dict(json.loads((_folder() / "paper.json").read_text(encoding="utf-8")))

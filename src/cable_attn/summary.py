@@ -12,6 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from cable_attn import findings
 from cable_attn import recipe as recipes
 from cable_attn import study as studies
 from cable_attn.errors import CableError
@@ -83,14 +84,14 @@ def gather(folder: Path, title: str = "", paper: Mapping[str, Mapping[str, float
 def length_tables(gathered: Gathered) -> dict[str, LengthTable]:
     """Every table with a column for each length; the names make file names."""
     tables = {}
-    values = {name: row for name, row in studies.by_variant(gathered.rows).items() if row}
+    values = {name: row for name, row in findings.by_variant(gathered.rows).items() if row}
     if values:
         tables["table"] = LengthTable(gathered.title, values, gathered.trained_at, gathered.paper)
     found_documents = retrieval_tables(gathered)
     for name, table in found_documents.items():
         alone = len(found_documents) == 1 and not tables
         tables["table" if alone else f"table-{name.replace('/', '-')}"] = table
-    found = studies.found_by_length(gathered.rows)
+    found = findings.found_by_length(gathered.rows)
     if found:
         tables["passkey"] = LengthTable(
             "Pass keys found, %", found, gathered.trained_at, digits=1, lower_is_better=False
@@ -105,7 +106,7 @@ def figures(gathered: Gathered) -> list[Figure]:
     if means:
         told.append(Figure("perplexity", "Perplexity against length", perplexity_figure, (means, gathered.trained_at)))
     first: dict[str, dict[str, Any]] = {}
-    for row in studies.with_again(gathered.rows):
+    for row in findings.with_again(gathered.rows):
         first.setdefault(row["variant"], row)
     rows = list(first.values())
     places = {row["variant"]: _longest(row) for row in rows if _longest(row)}
@@ -128,7 +129,7 @@ def figures(gathered: Gathered) -> list[Figure]:
 
 
 def mean_perplexities(rows: Sequence[dict[str, Any]]) -> dict[str, dict[int, float]]:
-    values = studies.by_variant(rows)
+    values = findings.by_variant(rows)
     return {name: {n: statistics.mean(found) for n, found in row.items()} for name, row in values.items() if row}
 
 
@@ -143,7 +144,7 @@ def retrieval_tables(gathered: Gathered) -> dict[str, LengthTable]:
     collections = list(dict.fromkeys(name for row in rows for name in row["retrieval"]))
     tables = {}
     for name in collections:
-        values = studies.found_documents(rows, name)
+        values = findings.found_documents(rows, name)
         if name in gathered.words:
             lengths = {length for row in values.values() for length in row}
             values["bm25, whole documents"] = {n: [100 * gathered.words[name]["ndcg@10"]] for n in sorted(lengths)}

@@ -133,6 +133,7 @@ def report(
 
 def _find_study(source: str) -> tuple[Path, str, Any]:
     """The folder, and what the package knows of a study of that name."""
+    from cable_attn import findings
     from cable_attn import study as studies
 
     folder = Path(source)
@@ -146,7 +147,7 @@ def _find_study(source: str) -> tuple[Path, str, Any]:
     if name not in studies.builtin():
         return folder, "", None
     known = studies.load(name)
-    paper = studies.paper(known.paper)
+    paper = findings.paper(known.paper)
     return folder, known.title, paper["rows"] if paper else None
 
 

@@ -347,15 +347,15 @@ def _tell_page(page: Path | None) -> None:
 
 def _report(study: Any, folder: Path) -> Path | None:
     """Tables and figures of what is done, in the study's folder, and a page with all of it."""
+    from cable_attn import findings, summary
     from cable_attn import study as studies
-    from cable_attn import summary
     from cable_attn.files import write_json
 
     rows = list(studies.results(study, folder))
     if not rows:
         say(f"Nothing is done yet in {folder}.")
         return None
-    paper = studies.paper(study.paper)
+    paper = findings.paper(study.paper)
     theirs = paper["rows"] if paper else {}
     gathered = summary.Gathered(study.title, rows, summary.failures(folder), theirs, studies.baseline(folder))
     tables = summary.length_tables(gathered)

@@ -1,0 +1,71 @@
+"""What the cells of a study have found, by variant and length, and what the paper says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any
+
+from cable_attn.errors import unknown
+
+
+def with_again(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What was read once more stands as a variant of its own, below the one that was trained."""
+    told = []
+    for row in rows:
+        told += [row, *({**row, "variant": name, **found} for name, found in row.get("again", {}).items())]
+    return told
+
+
+def by_variant(rows: Sequence[dict[str, Any]], key: str = "perplexity") -> dict[str, dict[int, list[float]]]:
+    """variant → length → the values of all seeds; lengths that a variant cannot read are absent."""
+    table: dict[str, dict[int, list[float]]] = {}
+    for row in with_again(rows):
+        lengths = table.setdefault(row["variant"], {})
+        for result in row["results"]:
+            if key in result:
+                lengths.setdefault(result["length"], []).append(result[key])
+    return table
+
+
+def found_documents(rows: Sequence[dict[str, Any]], collection: str) -> dict[str, dict[int, list[float]]]:
+    """variant → length → 100 × nDCG@10 of all seeds; lengths that a variant cannot read are absent."""
+    table: dict[str, dict[int, list[float]]] = {}
+    for row in rows:
+        lengths = table.setdefault(row["variant"], {})
+        for result in row["retrieval"][collection]["rows"]:
+            if "ndcg@10" in result:
+                lengths.setdefault(result["max_length"], []).append(100 * result["ndcg@10"])
+    return table
+
+
+def found_by_length(rows: Sequence[dict[str, Any]]) -> dict[str, dict[int, list[float]]]:
+    """variant → length → the share of pass keys found at all depths, for all seeds."""
+    table: dict[str, dict[int, list[float]]] = {}
+    for row in with_again(rows):
+        for length in sorted({result["length"] for result in row.get("passkey", []) if "error" not in result}):
+            found = [result["accuracy"] for result in row["passkey"] if result["length"] == length]
+            table.setdefault(row["variant"], {}).setdefault(length, []).append(100 * sum(found) / len(found))
+    return table
+
+
+def paper(entry: str) -> dict[str, Any] | None:
+    """The paper's numbers for a study."""
+    if not entry:
+        return None
+    known = _paper()
+    if entry not in known:
+        raise unknown("entry of paper.json", entry, list(known))
+    found: dict[str, Any] = known[entry]
+    return found
+
+
+def claims() -> list[dict[str, str]]:
+    """The paper's, in our words, and where it makes them."""
+    found: list[dict[str, str]] = _paper()["claims"]
+    return found
+
+
+def _paper() -> dict[str, Any]:
+    return dict(json.loads((files("cable_attn") / "studies" / "paper.json").read_text(encoding="utf-8")))
