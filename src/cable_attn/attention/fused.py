@@ -74,7 +74,7 @@ def defers(call: Call) -> str | None:
         return "the interpreter is for tests"
     layout = call.layout
     masked = layout.key_mask is not None or layout.document_ids is not None or layout.window is not None
-    if call.bias is None and not masked and isinstance(layout.query_start, int):
+    if call.bias is None and not masked and (layout.is_square or not layout.causal):
         return "without a bias or a mask there is nothing to fuse"
     return None
 
