@@ -10,6 +10,7 @@ from transformers import DynamicCache
 
 from cable_attn import CableGPTForCausalLM, PotentialBias, attention
 from cable_attn.attention import decoding, fused, make_call
+from cable_attn.bias import FunctionBias, ToeplitzBias
 from cable_attn.layout import Layout
 
 from .conftest import small_gpt, stir
@@ -39,6 +40,21 @@ def test_a_few_queries_against_a_cache_equal_the_reference(data):
         wanted = attention(q, k, v, bias, query_start=start, backend="reference", **options)
         got = attention(q, k, v, bias, query_start=place, backend="triton", **options)
     torch.testing.assert_close(got, wanted, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("batch", [1, 2], ids=["shared", "own"])
+def test_one_query_takes_the_kernel_with_any_bias(batch, known):
+    """Also one that differs from text to text."""
+    values = torch.randn(batch, 4, 1, 150)
+    table = ToeplitzBias(torch.randn(4, 150))
+    written_out = FunctionBias(lambda i, j, start: values[..., j])
+    q, k, v = make_inputs(2, 4, 2, 1, 150, 16)
+    for bias in (table, written_out):
+        with torch.no_grad():
+            wanted = attention(q, k, v, bias, query_start=120, backend="reference")
+            got = attention(q, k, v, bias, query_start=120 if known else torch.tensor(120), backend="triton")
+        torch.testing.assert_close(got, wanted, atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize(("group", "queries"), [(1, 1), (2, 1), (2, 3)])
@@ -90,7 +106,8 @@ def test_the_decoding_operator_has_a_true_shape():
 
 
 @pytest.mark.parametrize(
-    ("encoding", "beams", "cache"), [("cable", 1, "static"), ("cable", 2, "dynamic"), ("alibi", 2, "static")]
+    ("encoding", "beams", "cache"),
+    [("cable", 1, "static"), ("cable", 2, "dynamic"), ("alibi", 2, "static"), ("kerple-log", 2, "static")],
 )
 def test_a_model_decodes_on_the_kernel_what_the_reference_says(cache, encoding, beams):
     """With pruning too, past the end of a block."""
@@ -102,7 +119,8 @@ def test_a_model_decodes_on_the_kernel_what_the_reference_says(cache, encoding, 
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, "num_beams": beams}
     options |= {"cache_implementation": cache, "disable_compile": True, "attention_mask": mask}
     said = []
-    for backend, prune in (("reference", None), ("triton", None), ("triton", 1e-4))[::beams]:
+    epsilon = None if encoding == "kerple-log" else 1e-4
+    for backend, prune in (("reference", None), ("triton", None), ("triton", epsilon))[::beams]:
         model.config.attention_backend, model.config.attention_prune = backend, prune
         said.append(model.generate(text, **options))
     assert all(torch.equal(said[0], other) for other in said[1:])

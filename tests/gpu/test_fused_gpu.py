@@ -219,7 +219,10 @@ def test_pruned_decoding_skips_blocks_and_keeps_its_promise(group, queries, know
     torch.testing.assert_close(got.double(), exact, atol=2e-2, rtol=0)
 
 
-@pytest.mark.parametrize(("encoding", "prune"), [("cable", None), ("cable", 1e-4), ("cable-nw", 1e-4), ("rope", None)])
+@pytest.mark.parametrize(
+    ("encoding", "prune"),
+    [("cable", None), ("cable", 1e-4), ("cable-nw", 1e-4), *((name, None) for name in ("rope", "kerple-log", "fire"))],
+)
 def test_a_compiled_static_step_says_what_the_model_says(encoding, prune):
     """CUDA graphs and all, past the ends of blocks, in bf16: a near tie may be decided either way."""
     torch.manual_seed(0)
@@ -227,5 +230,5 @@ def test_a_compiled_static_step_says_what_the_model_says(encoding, prune):
     model = stir(CableGPTForCausalLM(small_gpt(encoding, **sizes))).cuda().bfloat16().eval()
     text = torch.randint(0, 97, (2, 300), device="cuda")
     torch.compiler.reset()
-    decoder = generation.Decoder(model, batch=2, longest=300, steps=1)
+    decoder = generation.Decoder(model, batch=2, longest=300, steps=100)
     decoder.check(text, tokens=100)

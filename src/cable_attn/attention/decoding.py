@@ -37,13 +37,15 @@ LOG2E = math.log2(math.e)
 def serves(call: Call) -> bool:
     """Few queries against keys that were there before, without gradients."""
     few = call.q.shape[2] * call.groups <= ROWS and not call.layout.is_square
-    plain = call.layout.causal and (call.bias is None or isinstance(call.bias, PotentialBias))
-    return few and plain and not torch.is_grad_enabled()
+    plain = call.bias is None or isinstance(call.bias, PotentialBias) or call.q.shape[2] == 1
+    return few and plain and call.layout.causal and not torch.is_grad_enabled()
 
 
 def run(call: Call) -> Tensor:
     c, g, kernel = potential(call)
     layout = call.layout
+    if call.bias is not None and c is None:  # of one query any bias is a potential: what all its keys share cancels
+        c = call.bias.rows(*call.indices(range(1)), layout.query_start).squeeze(2).expand(*call.q.shape[:2], -1)
     means, numbers = None, None
     if call.prune and call.summaries is not None and layout.document_ids is None:
         means, numbers = call.summaries

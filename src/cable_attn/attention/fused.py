@@ -59,7 +59,7 @@ def refuses(call: Call) -> str | None:
             "the queries' place is known only on the device (a static cache), and they are too many for the kernel "
             f"that takes that (more than {decoding.ROWS} for a key head), or the call wants gradients"
         )
-    if isinstance(call.bias, FunctionBias):
+    if isinstance(call.bias, FunctionBias) and not decoding.serves(call):
         first = torch.zeros(1, dtype=torch.long, device=q.device)
         if call.bias.rows(first, first, call.layout.query_start).shape[0] > 1:
             return "this bias differs from text to text (padding or documents move the places it depends on)"
