@@ -383,6 +383,18 @@ def test_the_decoding_benchmark_measures_nothing_that_is_wrong(checkpoint, tmp_p
     assert not (tmp_path / "rows").exists()
     done = CliRunner().invoke(app, ["bench", "decode", "ropes", *options])
     assert "Did you mean 'rope'?" in str(done.exception)
+    done = CliRunner().invoke(app, ["bench", "decode", "rope@sdp", *options])
+    assert "Did you mean 'sdpa'?" in str(done.exception)
+
+
+def test_a_benchmark_takes_the_backend_that_it_is_told(checkpoint, tmp_path):
+    from cable_attn.bench import generation
+
+    made = generation.choose([f"{checkpoint}@reference", f"{checkpoint}@flash", "rope"], "tiny", 1e-3)
+    told = [
+        (model.config.attention_backend, model.config.attention_prune) for model in (make() for make in made.values())
+    ]
+    assert told == [("reference", None), ("reference", 1e-3), ("sdpa", None), ("sdpa", 1e-3), ("auto", None)]
 
 
 def test_serve_speaks_openais_language(checkpoint):

@@ -53,7 +53,7 @@ def test_readme_snippets_run():
         exec(blocks[1], {})
 
 
-@pytest.mark.parametrize(("name", "tables"), [("kernels", 3), ("training", 1), ("retrieval", 1), ("generation", 1)])
+@pytest.mark.parametrize(("name", "tables"), [("kernels", 3), ("training", 1), ("retrieval", 1), ("generation", 3)])
 def test_the_pages_show_the_stored_measurements(name, tables):
     page = (ROOT / f"docs/{name}.md").read_text()
     assert page.count("<!-- end -->") == tables
@@ -78,9 +78,11 @@ def test_the_generation_tables_and_figure_are_made_from_rows(tmp_path):
     for kind, key in (("decode", "tokens_per_second"), ("prefill", "seconds_to_first_token")):
         rows = [
             {"model": model, "batch": 1, "length": length, key: value, "ms": 1e3 / value, "peak_mib": 512}
-            for model, value in (("rope", 4.0), ("cable, pruned", 5.0))
+            for model, value in (("rope", 4.0), ("rope@sdpa", 2.0), ("cable, pruned", 5.0))
             for length in (1024, 65536)
         ]
+        rows[-1] |= {"compared": 8, "as_dynamic": 7, "as_unpruned": 6}
+        rows.append({**rows[0], "begun": 1})  # another run: not what the others are compared with
         rows.append({"model": "t5", "batch": 1, "length": 65536, "error": "out of memory"})
         (results / f"{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     page = tmp_path / "generation.md"
@@ -88,7 +90,8 @@ def test_the_generation_tables_and_figure_are_made_from_rows(tmp_path):
     result = CliRunner().invoke(app, ["bench", "report", "--docs", str(tmp_path), "--results", str(results)])
     assert result.exit_code == 0, result.output
     assert "| cable, pruned | 1 | 5 (1.25), 0.5 GiB | 5 (1.25), 0.5 GiB |" in page.read_text()
-    assert "| cable, pruned | 1 | 5.000 s (0.80), 0.5 GiB |" in page.read_text()
+    assert "- cable, pruned, 8 tokens behind 65,536: 7 as with a dynamic cache" in page.read_text()
+    assert "| cable, pruned | 1 | 5.000 s (0.40), 0.5 GiB |" in page.read_text()
     assert (tmp_path / "generation.png").stat().st_size > 1000
 
 

@@ -12,14 +12,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig, DynamicCache, StaticCache
 
+from cable_attn.attention import BACKENDS
 from cable_attn.encodings import ENCODINGS as ENCODINGS_BY_NAME
 from cable_attn.errors import CableError, reason, require_known
 from cable_attn.jobs import Process, in_turn
@@ -37,6 +40,8 @@ COMPARED = 16384
 """The longest prompt behind which texts are compared."""
 PRECISIONS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 PRUNED = ", pruned"
+PYTORCH_KERNELS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+"""Those of the sdpa backend that can be asked for by name, as ``rope@cudnn``."""
 LEARNED_POSITIONS = max(LENGTHS) + 4096
 """So that learned ones can be measured at all: a table of them says nothing past its end."""
 
@@ -47,22 +52,26 @@ class GateError(CableError):
 
 def choose(names: list[str], size: str, prune: float | None) -> dict[str, Callable[[], Any]]:
     """How to make each model: a folder's, or one with fresh weights, whose speed is that of trained ones but for what
-    pruning keeps. prune: those that can be pruned come a second time, pruned."""
+    pruning keeps. ``rope@sdpa``: with that backend. prune: those that can be pruned come a second time, pruned."""
     found: dict[str, Callable[[], Any]] = {}
     for name in names:
-        folder = Path(name)
+        model, _, backend = name.partition("@")
+        folder = Path(model)
         if (folder / "config.json").is_file():
             encoding = getattr(AutoConfig.from_pretrained(folder), "encoding", None)
             made = partial(load_model, folder)
         else:
-            require_known("model (no such folder either)", name, ENCODINGS_BY_NAME)
-            encoding = name
-            made = partial(_fresh, size, name)
+            require_known("model (no such folder either)", model, ENCODINGS_BY_NAME)
+            encoding = model
+            made = partial(_fresh, size, model)
         if encoding is None:
-            raise CableError(f"{name!r} holds no model of this package.")
+            raise CableError(f"{model!r} holds no model of this package.")
+        if backend:
+            require_known("backend of a model", backend, [*BACKENDS, *PYTORCH_KERNELS])
+            made = partial(_set, made, "attention_backend", "sdpa" if backend in PYTORCH_KERNELS else backend)
         found[name] = made
         if prune and ENCODINGS_BY_NAME[encoding].prunable:
-            found[name + PRUNED] = partial(_pruned, made, prune)
+            found[name + PRUNED] = partial(_set, made, "attention_prune", prune)
     return found
 
 
@@ -71,10 +80,15 @@ def _fresh(size: str, encoding: str) -> Any:
     return CableGPTForCausalLM(CableGPTConfig.preset(size, encoding=encoding, **own))
 
 
-def _pruned(made: Callable[[], Any], epsilon: float) -> Any:
+def _set(made: Callable[[], Any], key: str, value: Any) -> Any:
     model = made()
-    model.config.attention_prune = epsilon
+    setattr(model.config, key, value)
     return model
+
+
+def _pytorch_kernel(name: str) -> AbstractContextManager[Any]:
+    backend = name.removesuffix(PRUNED).partition("@")[2]
+    return sdpa_kernel(PYTORCH_KERNELS[backend]) if backend in PYTORCH_KERNELS else nullcontext()
 
 
 def prepare(model: Any, precision: str) -> Any:
@@ -176,17 +190,18 @@ def run(
         about = {"bench": "decode" if steps else "prefill", "model": name, "encoding": config.encoding, "batch": batch}
         about |= {"prune": config.attention_prune, "parameters": model.num_parameters(), "precision": precision}
         try:
-            decoder = Decoder(model, batch, max(lengths), max(steps, compare), compile) if steps else None
-            if decoder is not None:
-                decoder.check(_prompt(model, batch, min(GATE, *lengths), tokens))
-            _wait_for_turn()
-            for length in lengths:
-                ids = _prompt(model, batch, length, tokens)
-                row = about | {"length": length}
-                row |= decoder.measure(ids, steps) if decoder else prefill(model, ids)
-                if decoder and length == compared_at:
-                    row |= _compared(decoder, ids, compare, name, texts)
-                yield row
+            with _pytorch_kernel(name):
+                decoder = Decoder(model, batch, max(lengths), max(steps, compare), compile) if steps else None
+                if decoder is not None:
+                    decoder.check(_prompt(model, batch, min(GATE, *lengths), tokens))
+                _wait_for_turn()
+                for length in lengths:
+                    ids = _prompt(model, batch, length, tokens)
+                    row = about | {"length": length}
+                    row |= decoder.measure(ids, steps) if decoder else prefill(model, ids)
+                    if decoder and length == compared_at:
+                        row |= _compared(decoder, ids, compare, name, texts)
+                    yield row
         except GateError:
             raise
         except Exception as error:  # one that has no memory left does not stop the others

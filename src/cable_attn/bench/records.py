@@ -110,8 +110,16 @@ def _training_cell(row: dict[str, Any] | None, rope: dict[str, Any] | None) -> s
 
 
 def decode_markdown(rows: list[dict[str, Any]]) -> str:
-    """Tokens per second, over RoPE's, and peak memory at each length of the prompt."""
-    return _by_length(rows, "tokens_per_second", "{:,.0f}", lambda ours, ropes: ours / ropes)
+    """Tokens per second, over RoPE's, and peak memory at each length of the prompt; then how texts compared."""
+    table = _by_length(rows, "tokens_per_second", "{:,.0f}", lambda ours, ropes: ours / ropes)
+    compared = [_named(row) for row in latest(rows) if row.get("compared")]
+    return "\n".join([table, *([""] if compared else []), *map(_texts, compared)])
+
+
+def _texts(row: dict[str, Any]) -> str:
+    told = f"- {row['model']}, {row['compared']} tokens behind {row['length']:,}: "
+    told += f"{row['as_dynamic']} as with a dynamic cache before the first that is not"
+    return told + (f"; {row['as_unpruned']} as without pruning" if "as_unpruned" in row else "")
 
 
 def prefill_markdown(rows: list[dict[str, Any]]) -> str:
@@ -120,23 +128,27 @@ def prefill_markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def _by_length(rows: list[dict[str, Any]], key: str, shape: str, faster: Callable[[float, float], float]) -> str:
+    """A line for each model and number of texts; what is told of RoPE is its best of the same run."""
     rows = [_named(row) for row in latest(rows) if "error" not in row]
     lengths = sorted({row["length"] for row in rows})
     lines = ["| model | texts | " + " | ".join(f"{length:,}" for length in lengths) + " |"]
     lines.append("|---" * (len(lengths) + 2) + "|")
-    found = {(row["model"], row["batch"], row["length"]): row for row in rows}
-    for model, batch in dict.fromkeys((row["model"], row["batch"]) for row in rows):
-        cells = []
-        for length in lengths:
-            ropes = "rope" + (FP32 if model.endswith(FP32) else "")
-            row, rope = found.get((model, batch, length)), found.get((ropes, batch, length))
-            cell = "–" if row is None else shape.format(row[key])
-            if row is not None and rope is not None:
-                cell += f" ({faster(row[key], rope[key]):.2f})"
-            if row is not None and row.get("peak_mib"):
-                cell += f", {row['peak_mib'] / 1024:.1f} GiB"
-            cells.append(cell)
-        lines.append(f"| {model} | {batch} | " + " | ".join(cells) + " |")
+
+    def run(row: dict[str, Any]) -> tuple[Any, ...]:
+        return row.get("begun"), row["batch"], row.get("precision")
+
+    def cell(row: dict[str, Any] | None) -> str:
+        if row is None:
+            return "–"
+        told = shape.format(row[key])
+        same = [other for other in rows if run(other) == run(row) and other["length"] == row["length"]]
+        ropes = [faster(row[key], other[key]) for other in same if re.match(r"rope\b", other["model"])]
+        told += f" ({min(ropes):.2f})" if ropes else ""
+        return told + (f", {row['peak_mib'] / 1024:.1f} GiB" if row.get("peak_mib") else "")
+
+    for own, model in dict.fromkeys((run(row), row["model"]) for row in rows):
+        found = {row["length"]: row for row in rows if (run(row), row["model"]) == (own, model)}
+        lines.append(f"| {model} | {own[1]} | " + " | ".join(cell(found.get(length)) for length in lengths) + " |")
     return "\n".join(lines)
 
 

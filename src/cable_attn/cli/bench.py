@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -102,7 +103,10 @@ def bench_train(
     console.print(f"Rows added to {results}", markup=False, highlight=False)
 
 
-Models = Annotated[list[str] | None, typer.Argument(help="Encodings, or folders of trained models.")]
+Models = Annotated[
+    list[str] | None,
+    typer.Argument(help="Encodings, or folders of trained models; with a backend: rope@sdpa, rope@cudnn."),
+]
 Size = Annotated[str, typer.Option(help="Of the models with fresh weights: tiny, small or medium.")]
 Lengths = Annotated[str, typer.Option(help="Tokens of the prompt, with commas between; default: 1024 to 131072.")]
 Batch = Annotated[int, typer.Option(min=1, help="Texts at once.")]
@@ -184,7 +188,7 @@ def _bench_generation(
     else:
         tokens = None if text is None else torch.from_numpy(np.load(text, allow_pickle=False).astype(np.int64))
         rows = bench.run(wanted, chosen, batch, tokens, precision=precision, **options)
-    around = {"size": size, **environment()}
+    around = {"size": size, "begun": round(time.time()), **environment()}
     for row in rows:
         append(results, [{**row, **around}])
         _tell_generation(row)
