@@ -112,6 +112,7 @@ def test_the_training_page_lists_every_recipe():
 
 def test_the_results_page_is_made_from_the_stored_runs_byte_for_byte(tmp_path):
     shutil.copytree(ROOT / "benchmarks", tmp_path / "benchmarks")
+    (tmp_path / "tests").symlink_to(ROOT / "tests")
     pages = {name: tmp_path / name for name in ("docs/results.md", "docs/claims.md", "README.md")}
     (tmp_path / "docs").mkdir()
     for name, page in pages.items():
@@ -171,6 +172,10 @@ def test_a_verdict_follows_from_stored_numbers(tests, verdict, tmp_path):
         ('tests = ["books: cabel@1024 < rope@1024"]', "Did you mean 'cable'?"),
         ('tests = ["books: cable@1000 < rope@1024"]', "unknown column of 'cable'"),
         ('verdict = "true"', "unknown verdict in claims.toml 'true'"),
+        (
+            'verdict = "holds"\nshown_by = "tests/test_docs.py::test_no"',
+            "there is no test 'tests/test_docs.py::test_no'",
+        ),
     ],
 )
 def test_claims_that_compare_nothing_are_named(entry, words, tmp_path):

@@ -294,6 +294,31 @@ def test_cable_options(name):
     assert torch.allclose(rows, -torch.log1p(slope**2) if name == "k-cable" else -slope, rtol=1e-5)
 
 
+def _whole(encoding, x):
+    place = torch.arange(x.shape[1])
+    return encoding.bias(x, Layout(len(place), len(place), 0, x.device)).rows(place, place).detach()
+
+
+@pytest.mark.parametrize("name", ["cable", "cable-nw", "k-cable", "alibi"])
+def test_the_bias_of_cable_falls_with_distance_and_follows_the_text(name):
+    geometry = Geometry(hidden_size=32, num_heads=4, head_dim=8, max_length=32)
+    encoding = stir(ENCODINGS[name](geometry)).double()
+    one, other = (_whole(encoding, torch.randn(1, 24, 32, dtype=torch.float64)) for _ in range(2))
+    row = one[0, :, -1]
+    assert (row.diff(dim=-1) >= 0).all() and (row[:, 0] < row[:, -1]).all()
+    assert (row[0] - row[1]).abs().max() > 0.01
+    assert torch.equal(one, other) == (name == "alibi")
+
+
+def test_the_penalty_of_k_cable_is_the_gentler_one():
+    geometry = Geometry(hidden_size=32, num_heads=4, head_dim=8, max_length=32)
+    linear, gentle = (ENCODINGS[name](geometry).double() for name in ("cable", "k-cable"))
+    gentle.load_state_dict(stir(linear).state_dict())
+    x = torch.randn(1, 24, 32, dtype=torch.float64) * 3
+    less = (_whole(gentle, x) - _whole(linear, x)).tril()
+    assert less.min() >= 0 and less.max() > 1
+
+
 def test_gain_floor():
     geometry = Geometry(hidden_size=32, num_heads=4, head_dim=8, max_length=16)
     encoding = ENCODINGS["cable"](geometry, gain_floor=0.5)

@@ -8,7 +8,8 @@ was measured that could decide it:
     tests = ["books: cable@15360 < cable-nw@15360", "training: cable@small > 0.97 * rope@small"]
 
 A table is a study (perplexity), ``STUDY COLLECTION`` (nDCG@10), ``STUDY loss`` and ``STUDY contrastive`` (the last
-tenth of the curve, @end), ``training`` and ``memory`` of ``cable bench train`` by size, or ``decode`` and ``prefill``.
+tenth of the curve, @end), ``training``, ``memory`` and ``parameters`` of ``cable bench train`` by size, or ``decode``
+and ``prefill``. What follows from the formulae has a test: ``shown_by = "tests/FILE.py::NAME"``, and a verdict.
 """
 
 from __future__ import annotations
@@ -53,7 +54,10 @@ def table(stored: Path, page: Path) -> str:
     known = dict(_numbers(stored))
     lines = []
     for number, claim in enumerate(findings.claims(), 1):
-        verdict, found, places = _judge(said.get(number, {}), known)
+        entry = said.get(number, {})
+        verdict, found, places = _judge(entry, known)
+        if "shown_by" in entry:
+            places.append(_test(entry["shown_by"], stored.parent))
         links = [f"[{place.name}]({Path(os.path.relpath(place, page.parent)).as_posix()})" for place in places]
         cells = (str(number), claim["claim"], claim["where"], f"**{verdict}**", found, ", ".join(links))
         lines.append([cell.replace("|", "\\|") for cell in cells])
@@ -80,6 +84,14 @@ def _judge(said: dict[str, Any], known: dict[str, Numbers]) -> tuple[str, str, l
     told = "; ".join(text if holds else f"not: {text}" for holds, text, _ in outcomes)
     why = f" {said['why']}" if "why" in said else ""
     return verdict, f"{told}.{why}", list(dict.fromkeys(place for _, _, place in outcomes))
+
+
+def _test(name: str, root: Path) -> Path:
+    file, _, function = name.partition("::")
+    path = root / file
+    if not path.is_file() or f"def {function}(" not in path.read_text(encoding="utf-8"):
+        raise CableError(f"shown_by in {FILE}: there is no test {name!r}.")
+    return path
 
 
 def _compare(text: str, known: dict[str, Numbers]) -> tuple[bool, str, Path]:
@@ -117,7 +129,7 @@ def _numbers(stored: Path) -> Iterator[tuple[str, Numbers]]:
             yield from _of_study(studies.load(str(file), checked=False), folder)
     speeds = stored / "results/training.jsonl"
     rows = records.latest_by_size(records.read(speeds)) if speeds.is_file() else []
-    for name, key in (("training", "tokens_per_second"), ("memory", "peak_mib")):
+    for name, key in (("training", "tokens_per_second"), ("memory", "peak_mib"), ("parameters", "parameters")):
         yield name, _by_name(rows, "encoding", "size", key, speeds, "{:,.0f}")
     for name, key in (("decode", "ms"), ("prefill", "seconds_to_first_token")):
         path = stored / f"results/{name}.jsonl"

@@ -123,15 +123,15 @@ class Stored:
     def _runs(self) -> str:
         """What was trained, for how long, and the file behind it."""
         lines = [self._run(row) for row in self.gathered.rows]
-        header = ("run", *(head for head, _, _ in RUN), "read in s", "GPU", "commit")
+        header = ("run", *(head for head, _, _ in RUN), "read in s", "read tokens/s", "GPU", "commit")
         return f"<details><summary>The runs</summary>\n\n{markdown_table(header, lines)}\n\n</details>"
 
     def _run(self, row: dict[str, Any]) -> list[str]:
         file = self.folder / row["cell"] / studies.EVALUATION
         known = [row["training"].get(key) for _, key, _ in RUN]
         told = ["–" if value is None else form(value) for value, (_, _, form) in zip(known, RUN)]
-        read = sum(result.get("seconds", 0) for result in row["results"])
-        told.append(f"{read:.0f}" if read else "–")
+        seconds, tokens = (sum(result.get(key, 0) for result in row["results"]) for key in ("seconds", "tokens"))
+        told += [f"{seconds:.0f}", f"{tokens / seconds:,.0f}"] if seconds else ["–", "–"]
         return [f"[{row['cell']}]({self._link(file)})", *told, row.get("gpu") or "CPU", row["commit"]]
 
     def _source(self) -> str:
