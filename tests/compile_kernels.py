@@ -14,7 +14,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from cable_attn.attention import backward, decode_kernels, kernels, pruning
+from cable_attn.attention import backward, decode_kernels, decoding, kernels, pruning
 from cable_attn.attention.tiles import HALF, LOG_KERNEL, SINGLE, Tile, tiles_for
 from cable_attn.encodings import head_kernels
 
@@ -102,14 +102,17 @@ def jobs(generation: int) -> list[tuple]:
             todo.append((kernel, tile, {**flags, **shape}, data, generation))
         if flags["KERNEL"] >= 2:
             todo.append((backward.backward_table, Tile(64, 64, 4, 2), {**flags, "BLOCK": 64}, data, generation))
-    for dim in (64, 128, 256) if generation < 100 else (128,):
+    widest = [(dim, "fp32") for dim in (128, 256)] if generation < 100 else []
+    for dim, data in [(dim, "bf16") for dim in (64, 128, 256) if generation < 100 or dim == 128] + widest:
+        stages = decoding._stages(dim * (2 if data == "bf16" else 4))
         flags = {**CABLE, **PLAIN, "PADDED": True, "D": dim, "BD": dim, "PRECISION": "tf32", "BM": 64, "BN": 64}
-        flags |= {"GROUP": 4, "SPLITS": 32, "WIDTH": 16, "NEAR_KEYS": pruning.NEAR, "SLACK_FACTOR": 1.001}
-        stages = Tile(64, 64, 4, 2 if dim > 128 else 3)
+        flags |= {"GROUP": 4, "SPLITS": 32, "WIDTH": decoding.WIDTH, "NEAR_KEYS": pruning.NEAR}
+        flags |= {"SLACK_FACTOR": 1.001, "STAGES": stages}
+        tile = Tile(64, 64, 4, stages)
         for one, pruned in [(False, False), (True, False), (False, True), (True, True)]:
             variant = {**flags, "ONE": one, "KNOWN": pruned, "PRUNED": pruned, "BM": 1 if one else 32}
-            todo.append((decode_kernels.part, stages, variant, "bf16", generation))
-        todo.append((decode_kernels.together, stages, flags, "bf16", generation))
+            todo.append((decode_kernels.part, tile, variant, data, generation))
+        todo.append((decode_kernels.together, tile, flags, data, generation))
     flags = {**CABLE, **PLAIN, "D": 64, "BD": 64, "PRECISION": "tf32", "BM": 64, "BN": 64}
     flags |= {
         "SUMS": True,

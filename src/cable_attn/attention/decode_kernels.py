@@ -104,7 +104,7 @@ def part(Q, K, V, C, G, START, KMASK, DOCS, MEANS, NUMBERS, PARTS, TOPS, NORMS, 
          BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ONE: tl.constexpr, KNOWN: tl.constexpr,
          POTENTIAL: tl.constexpr, GAIN: tl.constexpr, KERNEL: tl.constexpr, WINDOW: tl.constexpr, PADDED: tl.constexpr,
          PACKED: tl.constexpr, PRUNED: tl.constexpr, WIDTH: tl.constexpr, NEAR_KEYS: tl.constexpr,
-         SLACK_FACTOR: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+         SLACK_FACTOR: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """All queries that share a key head, over every so-manyth block of its keys.
 
     Row r is query r % Tq of head r // Tq of the group.
@@ -177,17 +177,20 @@ def part(Q, K, V, C, G, START, KMASK, DOCS, MEANS, NUMBERS, PARTS, TOPS, NORMS, 
         total = near_m + tl.log2(near_norm)  # −inf or not a number if a row sees nothing near: then all is needed
         some = tl.arange(0, WIDTH)
         for group in range(first + split, behind, splits * WIDTH):
-            needed = _needed(group + some * splits, near - first, total, q, g, ci, row, C, MEANS, NUMBERS, head, sch, sct,
-                             near, scale2, epsilon, D, BD, BN, ONE, PRECISION, SLACK_FACTOR)  # fmt: skip
-            for one in range(WIDTH):
-                block = group + one * splits
-                wanted = tl.sum((needed & (some == one)).to(tl.int32), 0) > 0
-                if wanted & (block < behind):
-                    m, norm, acc = _add_block(
-                        m, norm, acc, block * BN, q, g, ci, at, row, end, C, K, V, KMASK, DOCS, skt, svt, sct, head, sch, Tk,
-                        window, scale2, D, BD, BN, ONE, POTENTIAL, KERNEL, WINDOW, PADDED, PACKED, PRECISION)  # fmt: skip
+            judged = group + some * splits
+            needed = _needed(judged, near - first, total, q, g, ci, row, C, MEANS, NUMBERS, head, sch, sct, near, scale2,
+                             epsilon, D, BD, BN, ONE, PRECISION, SLACK_FACTOR) & (judged < behind)  # fmt: skip
+            bits = tl.sum(needed.to(tl.int32) << some, 0)
+            for _ in tl.range(0, tl.sum(needed.to(tl.int32), 0), num_stages=STAGES):
+                lowest = bits & -bits
+                bits = bits ^ lowest
+                one = ((lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) & 255) - 127  # its logarithm
+                m, norm, acc = _add_block(
+                    m, norm, acc, (group + one * splits) * BN, q, g, ci, at, row, end, C, K, V, KMASK, DOCS, skt, svt, sct,
+                    head, sch, Tk, window, scale2, D, BD, BN, ONE, POTENTIAL, KERNEL, WINDOW, PADDED, PACKED,
+                    PRECISION)  # fmt: skip
     else:
-        for block in range(first + split, behind, splits):
+        for block in tl.range(first + split, behind, splits, num_stages=STAGES):
             m, norm, acc = _add_block(
                 m, norm, acc, block * BN, q, g, ci, at, row, end, C, K, V, KMASK, DOCS, skt, svt, sct, head, sch, Tk, window,
                 scale2, D, BD, BN, ONE, POTENTIAL, KERNEL, WINDOW, PADDED, PACKED, PRECISION)  # fmt: skip

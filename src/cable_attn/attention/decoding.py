@@ -29,8 +29,10 @@ KEY_BLOCK = 64
 MOST_SPLITS = 128
 PROGRAMS = 4
 """How many for each processor of the GPU."""
-WIDTH = 16
+WIDTH = 32
 """How many blocks are judged at once."""
+PREFETCHED = 64 * 1024
+"""Bytes of keys and values that one program has under way, about."""
 LOG2E = math.log2(math.e)
 
 
@@ -93,6 +95,7 @@ def _decode(
     tops, norms = torch.empty(2, batch * key_heads, splits, rows, **wide)
     out = torch.empty(batch, queries, heads, dim, device=q.device, dtype=q.dtype).transpose(1, 2)
     width = padded(dim)
+    stages = _stages(width * q.element_size())
     # A pointer that is never read stands in for what is absent.
     with current(q.device):
         decode_kernels.part[(splits, batch * key_heads)](
@@ -104,8 +107,8 @@ def _decode(
             GROUP=group, D=dim, BD=width, BM=rows, BN=KEY_BLOCK, ONE=one, KNOWN=start is None, POTENTIAL=c is not None,
             GAIN=g is not None, KERNEL=kernel, WINDOW=window > 0, PADDED=key_mask is not None,
             PACKED=document_ids is not None, PRUNED=means is not None, WIDTH=WIDTH, NEAR_KEYS=pruning.NEAR,
-            SLACK_FACTOR=pruning.SLACK, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4,
-            num_stages=2 if width > 128 else 3,
+            SLACK_FACTOR=pruning.SLACK, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", STAGES=stages,
+            num_stages=stages, num_warps=4,
         )  # fmt: skip
         decode_kernels.together[(batch * key_heads, group * queries)](
             parts, tops, norms, out, *out.stride()[:3], key_heads, queries, splits, GROUP=group, D=dim, BD=width,
@@ -153,6 +156,11 @@ def blank_summaries(k: Tensor, keys: int) -> tuple[Tensor, Tensor]:
     batch, heads, _, dim = k.shape
     blocks = max(keys // KEY_BLOCK, 1)
     return k.new_zeros(batch, heads, blocks, dim), k.new_zeros(batch, heads, blocks, 4, dtype=torch.float32)
+
+
+def _stages(row: int) -> int:
+    """Of the pipeline, for keys of so many bytes; without one the compiler may wait for each load before the next."""
+    return min(3, 1 + PREFETCHED // (2 * KEY_BLOCK * row))
 
 
 def _splits(programs: int, keys: int, device: torch.device) -> int:
