@@ -306,7 +306,8 @@ def test_generate_says_what_is_wrong(checkpoint, options, words):
 def test_the_generation_benchmarks_measure_models_and_folders(checkpoint, tmp_path, kind):
     results = tmp_path / "rows.jsonl"
     options = ["--lengths", "9,20", "--prune", "1e-3", "--results", str(results)]
-    options += ["--steps", "3", "--no-compiled", "--batch", "2", "--compare", "4"] if kind == "decode" else []
+    own = {"decode": ["--steps", "3", "--no-compiled", "--batch", "2", "--compare", "4"], "prefill": ["--piece", "4"]}
+    options += own[kind]
     done = CliRunner().invoke(app, ["bench", kind, str(checkpoint), *options])
     assert done.exit_code == 0, done.output
     rows = [json.loads(line) for line in results.read_text().splitlines()]
@@ -315,6 +316,8 @@ def test_the_generation_benchmarks_measure_models_and_folders(checkpoint, tmp_pa
     if kind == "decode":
         assert [row.get("as_dynamic") for row in rows] == [None, 4, None, 4]
         assert rows[3]["as_unpruned"] == 4 and "as_dynamic 4/4   as_unpruned 4/4" in done.output
+    else:
+        assert [row["piece"] for row in rows] == [4] * 4
 
 
 def test_models_that_get_ready_together_are_measured_in_turn(checkpoint, tmp_path):

@@ -108,7 +108,9 @@ def training_figure(rows: list[dict[str, Any]], stem: Path) -> list[Path]:
 def generation_figure(decode: list[dict[str, Any]], prefill: list[dict[str, Any]], stem: Path) -> list[Path]:
     """One text at a time: milliseconds a token and seconds to the first one against the length, as PNG, SVG and PDF."""
     figure, panels = pyplot().subplots(1, 2, figsize=(9.6, 4), layout="constrained")
-    decode, prefill = ([row for row in rows if row.get("precision") != "fp32"] for rows in (decode, prefill))
+    decode, prefill = (
+        [row for row in rows if row.get("precision") != "fp32" and not row.get("piece")] for rows in (decode, prefill)
+    )
     kinds = ((decode, "ms", "milliseconds a token"), (prefill, "seconds_to_first_token", "seconds to the first token"))
     names = list(dict.fromkeys(row["model"] for row in [*decode, *prefill]))
     for axes, (rows, key, label) in zip(panels, kinds):

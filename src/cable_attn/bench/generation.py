@@ -96,15 +96,15 @@ def prepare(model: Any, precision: str) -> Any:
 
 
 @torch.inference_mode()
-def prefill(model: Any, ids: Tensor, repeats: int = 3) -> dict[str, Any]:
-    """Seconds until the first new token of prompts ids [B, T], and the peak memory."""
+def prefill(model: Any, ids: Tensor, piece: int = 0, repeats: int = 3) -> dict[str, Any]:
+    """Seconds until the first new token of prompts ids [B, T], and the peak memory; piece: tokens read at once."""
     times = []
     _reset_peak()
     for _ in range(repeats + 1):  # the first one warms up
         begun = _now()
-        model(ids, past_key_values=DynamicCache(config=model.config), use_cache=True, logits_to_keep=1)
+        _read(model, ids, DynamicCache(config=model.config), piece or ids.shape[1])
         times.append(_now() - begun)
-    return {"seconds_to_first_token": sorted(times[1:])[(repeats - 1) // 2], "peak_mib": _peak()}
+    return {"seconds_to_first_token": sorted(times[1:])[(repeats - 1) // 2], "piece": piece, "peak_mib": _peak()}
 
 
 class Decoder:
@@ -175,8 +175,9 @@ def run(
     compile: bool = True,
     compare: int = 0,
     precision: str = "bf16",
+    piece: int = 0,
 ) -> Iterator[dict[str, Any]]:
-    """A row for each model and length: of decoding so many steps, or of reading the prompt alone.
+    """A row for each model and length: of decoding so many steps, or of reading the prompt alone, ``piece`` by piece.
 
     compare: behind one prompt, how many of the first so many tokens are those of a dynamic cache, and without pruning.
     """
@@ -198,7 +199,7 @@ def run(
                 for length in lengths:
                     ids = _prompt(model, batch, length, tokens)
                     row = about | {"length": length}
-                    row |= decoder.measure(ids, steps) if decoder else prefill(model, ids)
+                    row |= decoder.measure(ids, steps) if decoder else prefill(model, ids, piece)
                     if decoder and length == compared_at:
                         row |= _compared(decoder, ids, compare, name, texts)
                     yield row
@@ -313,10 +314,10 @@ def _agreement(said: Tensor, other: Tensor) -> int:
     return int(same.long().cumprod(0).sum())
 
 
-def _read(model: Any, ids: Tensor, cache: Any) -> Tensor:
+def _read(model: Any, ids: Tensor, cache: Any, piece: int = CHUNK) -> Tensor:
     """The prompt, piece by piece; the likeliest token behind it [B, 1]."""
-    for piece in ids.split(CHUNK, 1):
-        out = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    for part in ids.split(piece, 1):
+        out = model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
     return out.logits[:, -1].argmax(-1, keepdim=True)
 
 

@@ -181,8 +181,10 @@ FP32 = ", fp32"
 
 
 def _named(row: dict[str, Any]) -> dict[str, Any]:
-    """Other precisions are other models."""
-    return {**row, "model": row["model"] + FP32} if row.get("precision") == "fp32" else row
+    """Other precisions and other ways to read are other models."""
+    own = FP32 if row.get("precision") == "fp32" else ""
+    own += f", {row['piece']:,} at a time" if row.get("piece") else ""
+    return {**row, "model": row["model"] + own}
 
 
 TABLES = {

@@ -155,13 +155,15 @@ def bench_prefill(
     batch: Batch = 1,
     prune: Prune = 0.0,
     text: Prompts = None,
+    piece: Annotated[int, typer.Option(min=0, help="Tokens read at once; 0: the whole prompt.")] = 0,
     jobs: Jobs = 1,
     results: Annotated[Path, typer.Option(help="JSONL file to which the rows are added.")] = Path(
         "benchmarks/results/prefill.jsonl"
     ),
 ) -> None:
     """Seconds until the first new token, and peak memory, for prompts of several lengths."""
-    _bench_generation(["prefill"], models, size, lengths, batch, prune, text, results, jobs, "", {})
+    command, chosen = ["prefill", "--piece", str(piece)], {"piece": piece}
+    _bench_generation(command, models, size, lengths, batch, prune, text, results, jobs, "", chosen)
 
 
 def _bench_generation(
