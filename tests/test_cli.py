@@ -440,3 +440,26 @@ def _ask(server, port, body):
 def test_serve_says_what_is_missing(tmp_path):
     done = CliRunner().invoke(app, ["serve", str(tmp_path)])
     assert done.exit_code != 0 and "has no config.json" in str(done.exception)
+
+
+def test_work_without_a_terminal_is_told_in_lines(monkeypatch):
+    """Now and then, when it ends, and not at every step."""
+    from io import StringIO
+
+    from rich.console import Console
+
+    from cable_attn.cli import common
+
+    written = StringIO()
+    monkeypatch.setattr(common, "console", Console(file=written, width=80))
+    with common.working() as progress:
+        task = progress.add_task("cell-0", total=1.0, what="waiting")
+        for share in range(10):
+            progress.update(task, completed=share / 10, what=f"training, loss {share}")
+        before = written.getvalue()
+        progress.told[task] = (progress.told[task][0] - common.LINE_EVERY, "training")
+        progress.update(task, completed=0.95, what="training, loss 1")
+        progress.update(task, completed=1.0, what="done")
+        lines = written.getvalue().splitlines()
+    assert before.splitlines() == ["       cell-0   0 %      0 s  training, loss 0"]
+    assert [line.split(" s  ")[1] for line in lines] == ["training, loss 0", "training, loss 1", "done"]

@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, Task, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from cable_attn.errors import CableError
 
 console = Console()
+LINE_EVERY = 20.0
+"""Seconds between two lines about one task, where there is no terminal."""
+
+
+class _Progress(Progress):
+    """Bars; where there is no terminal (a log, CI) a plain line now and then, so that no one has to guess."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.told: dict[TaskID, tuple[float, str]] = {}
+
+    def update(self, task_id: TaskID, *args: Any, **kwargs: Any) -> None:
+        super().update(task_id, *args, **kwargs)
+        task = self._tasks[task_id]
+        if task.total is not None and task.completed < task.total:
+            task.finished_time = None  # another part of the work has begun
+        if not self.console.is_terminal:
+            self._tell(task_id, task)
+
+    def _tell(self, task_id: TaskID, task: Task) -> None:
+        now, what = time.monotonic(), str(task.fields.get("what", ""))
+        before, said = self.told.get(task_id, (-LINE_EVERY, ""))
+        stage = what.partition(",")[0]
+        if now - before >= LINE_EVERY or (task.finished and stage != said):
+            self.told[task_id] = (now, stage)
+            share = "" if task.total is None else f"{task.percentage:.0f} %"
+            say(f"{task.description:>13} {share:>5} {task.elapsed or 0:>6.0f} s  {what}")
 
 
 @contextmanager
@@ -35,7 +64,7 @@ def working() -> Iterator[Progress]:
         TextColumn("{task.fields[what]}"),
     )
     try:
-        with Progress(*columns, console=console) as progress:
+        with _Progress(*columns, console=console) as progress:
             yield progress
     finally:
         torch.set_flush_denormal(False)
