@@ -132,6 +132,21 @@ def test_the_results_page_is_made_from_the_stored_runs_byte_for_byte(tmp_path):
         assert (made / path.name).read_bytes() == path.read_bytes(), path.name
 
 
+def test_a_study_whose_cells_had_the_machine_alone_tells_their_speed(tmp_path):
+    stored, page = tmp_path / "benchmarks", tmp_path / "page.md"
+    shutil.copytree(ROOT / "benchmarks", stored)
+    file = stored / "books.toml"
+    file.write_text(file.read_text().replace("lengths =", "speeds = true\nlengths =", 1))
+    page.write_text("<!-- study books -->\n<!-- end -->\n<!-- claims -->\n<!-- end -->\n")
+    tests = ["books speed: cable@reading < cable@training"]
+    (stored / "claims.toml").write_text(f"[[claim]]\nnumber = 2\ntests = {json.dumps(tests)}\n")
+    evidence.fill(page, stored, tmp_path)
+    first = json.loads((stored / "results/books/cable-0/evaluation.json").read_text())["results"][0]
+    speeds = page.read_text().split("**Thousands of tokens read in a second")[1]
+    assert f"| cable | {first['tokens'] / first['seconds'] / 1000:.1f} |" in speeds
+    assert "books speed: cable at reading" in speeds
+
+
 @pytest.mark.parametrize(
     ("mark", "words"),
     [

@@ -8,8 +8,9 @@ was measured that could decide it:
     tests = ["books: cable@15360 < cable-nw@15360", "training: cable@small > 0.97 * rope@small"]
 
 A table is a study (perplexity), ``STUDY COLLECTION`` (nDCG@10), ``STUDY loss`` and ``STUDY contrastive`` (the last
-tenth of the curve, @end), ``training``, ``memory`` and ``parameters`` of ``cable bench train`` by size, or ``decode``
-and ``prefill``. What follows from the formulae has a test: ``shown_by = "tests/FILE.py::NAME"``, and a verdict.
+tenth of the curve, @end), ``STUDY speed`` (tokens a second, @training and @reading, of one that has ``speeds``),
+``training``, ``memory`` and ``parameters`` of ``cable bench train`` by size, or ``decode`` and ``prefill``. What
+follows from the formulae has a test: ``shown_by = "tests/FILE.py::NAME"``, and a verdict.
 """
 
 from __future__ import annotations
@@ -146,6 +147,9 @@ def _of_study(study: studies.Study, folder: Path) -> Iterator[tuple[str, Numbers
         yield study.name, Numbers(values, folder)
     losses = {row["variant"]: {"end": row["training"]["eval_loss"]} for row in rows if "eval_loss" in row["training"]}
     yield f"{study.name} loss", Numbers(losses, folder, "{:.3f}")
+    if study.speeds:
+        speeds = {row["variant"]: _speeds(row) for row in rows}
+        yield f"{study.name} speed", Numbers(speeds, folder, "{:,.0f}")
     tuned = {row["variant"]: {"end": _end(row["fine_tuning"]["curve"])} for row in rows if "fine_tuning" in row}
     if tuned:
         yield f"{study.name} contrastive", Numbers(tuned, folder, "{:.3f}")
@@ -153,6 +157,11 @@ def _of_study(study: studies.Study, folder: Path) -> Iterator[tuple[str, Numbers
         found = findings.found_documents(rows, collection)
         means = {name: {str(n): statistics.mean(all_) for n, all_ in row.items()} for name, row in found.items()}
         yield f"{study.name} {Path(collection).name}", Numbers(means, folder)
+
+
+def _speeds(row: dict[str, Any]) -> dict[str, float]:
+    seconds, tokens = findings.reading(row)
+    return {"training": row["training"]["tokens_per_second"], "reading": tokens / seconds}
 
 
 def _end(curve: list[tuple[int, float]]) -> float:

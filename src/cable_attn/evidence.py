@@ -83,7 +83,8 @@ class Stored:
 
     def tables(self) -> list[LengthTable]:
         tables = list(summary.length_tables(self.gathered).values())
-        return tables + ([self._growth()] if self.study.like else [])
+        tables += [self._growth()] if self.study.like else []
+        return tables + ([self._speeds()] if self.study.speeds else [])
 
     def figure(self, name: str | None) -> str:
         known = {figure.name: figure for figure in summary.figures(self.gathered)}
@@ -109,6 +110,11 @@ class Stored:
         title = f"Perplexity over that at {at} tokens. The paper's, {entry['where']}: {entry['what']}"
         return LengthTable(title, ours, at, theirs, digits=3)
 
+    def _speeds(self) -> LengthTable:
+        values = findings.reading_speeds(self.gathered.rows)
+        title = "Thousands of tokens read in a second, the first call of each kernel included"
+        return LengthTable(title, values, self.study.trained_at, digits=1, lower_is_better=False)
+
     def _picture(self, figure: Figure) -> str:
         target = self.figures / f"{self.study.name}-{figure.name}.svg"
         if target not in self.written:
@@ -130,7 +136,7 @@ class Stored:
         file = self.folder / row["cell"] / studies.EVALUATION
         known = [row["training"].get(key) for _, key, _ in RUN]
         told = ["–" if value is None else form(value) for value, (_, _, form) in zip(known, RUN)]
-        seconds, tokens = (sum(result.get(key, 0) for result in row["results"]) for key in ("seconds", "tokens"))
+        seconds, tokens = findings.reading(row)
         told += [f"{seconds:.0f}", f"{tokens / seconds:,.0f}"] if seconds else ["–", "–"]
         return [f"[{row['cell']}]({self._link(file)})", *told, row.get("gpu") or "CPU", row["commit"]]
 

@@ -29,6 +29,23 @@ def by_variant(rows: Sequence[dict[str, Any]], key: str = "perplexity") -> dict[
     return table
 
 
+def reading(row: dict[str, Any]) -> tuple[float, int]:
+    """Of all lengths together: seconds and tokens."""
+    seconds = sum(result.get("seconds", 0) for result in row["results"])
+    return seconds, sum(result.get("tokens", 0) for result in row["results"])
+
+
+def reading_speeds(rows: Sequence[dict[str, Any]]) -> dict[str, dict[int, list[float]]]:
+    """variant → length → thousands of tokens read in a second, for all seeds."""
+    table: dict[str, dict[int, list[float]]] = {}
+    for row in with_again(rows):
+        for result in row["results"]:
+            if result.get("seconds"):
+                speed = result["tokens"] / result["seconds"] / 1000
+                table.setdefault(row["variant"], {}).setdefault(result["length"], []).append(speed)
+    return table
+
+
 def found_documents(rows: Sequence[dict[str, Any]], collection: str) -> dict[str, dict[int, list[float]]]:
     """variant → length → 100 × nDCG@10 of all seeds; lengths that a variant cannot read are absent."""
     table: dict[str, dict[int, list[float]]] = {}

@@ -89,6 +89,8 @@ class Study:
     """The entry that asked the same of other data: not to be compared number by number."""
     again: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Name → a variant (``of``) and fields of the config with which its trained models are read once more."""
+    speeds: bool = False
+    """Its cells have the machine to themselves: tell how fast each reads."""
     trained_by: str = ""
     """Another study whose models are read here, from the folder beside this one."""
     retrieval: Retrieval | None = None
