@@ -227,7 +227,8 @@ def test_tokens_made_elsewhere(tmp_path):
     assert verify(tmp_path / "d") == []
     (tmp_path / "b.bin").write_bytes(tokens[1:].tobytes())
     with pytest.raises(CableError, match="does not begin with the separator 9"):
-        import_tokens(tmp_path / "e", {"train": tmp_path / "b.bin"}, 10, 9)
+        import_tokens(tmp_path / "e", {"train": tmp_path / "a.bin.xz", "test": tmp_path / "b.bin"}, 10, 9)
+    assert not (tmp_path / "e").exists()
     with pytest.raises(CableError, match="has the token 9; the vocabulary has 8"):
         import_tokens(tmp_path / "f", {"train": tmp_path / "a.bin.xz"}, 8, 7)
     result = CliRunner().invoke(app, ["data", "import", "books.bin", "--out", str(tmp_path / "g")])

@@ -82,19 +82,17 @@ def import_tokens(
 
     tokenizer: the one that made them, to be kept with them.
     """
+    texts = {split: _read_tokens(path, vocab_size, separator) for split, path in files.items()}  # all good, or nothing
     source = ",".join(f"{split}={path.name}" for split, path in files.items())
     request = Request(source, "imported", None, shard_tokens)
     folder.mkdir(parents=True, exist_ok=True)
     save = None if tokenizer is None else tokenizer.save
     manifest = _begin(folder, request, vocab_size, separator, list(files), save)
-    for split, path in files.items():
+    for split, tokens in texts.items():
         entry = manifest["splits"][split]
         if entry["complete"]:
             continue
-        tokens = _read_tokens(path, vocab_size)
         begins = np.flatnonzero(tokens == separator)
-        if not len(begins) or begins[0] != 0:
-            raise CableError(f"{str(path)!r} does not begin with the separator {separator}.")
         while entry["tokens"] < len(tokens):
             start = entry["tokens"]
             later = begins[begins >= start + shard_tokens]
@@ -106,7 +104,7 @@ def import_tokens(
     return manifest
 
 
-def _read_tokens(path: Path, vocab_size: int) -> np.ndarray:
+def _read_tokens(path: Path, vocab_size: int, separator: int) -> np.ndarray:
     try:
         content = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
         tokens = np.frombuffer(content, dtype="<u2")
@@ -114,6 +112,8 @@ def _read_tokens(path: Path, vocab_size: int) -> np.ndarray:
         raise CableError(f"{str(path)!r} is not a file of uint16 tokens: {error}.") from error
     if len(tokens) and tokens.max() >= vocab_size:
         raise CableError(f"{str(path)!r} has the token {tokens.max()}; the vocabulary has {vocab_size}.")
+    if not len(tokens) or tokens[0] != separator:
+        raise CableError(f"{str(path)!r} does not begin with the separator {separator}.")
     return tokens
 
 
