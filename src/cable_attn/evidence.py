@@ -1,6 +1,7 @@
 """``docs/results.md``: what stands between its marks is made from stored results of studies, and from nothing else.
 
-A folder holds studies, ``NAME.toml``, and what their cells have found, ``results/NAME/CELL/evaluation.json``. In a page
+A folder holds studies, ``NAME.toml``, and what their cells have found, ``results/NAME/CELL/evaluation.json``; also of
+studies that come with the package. In a page
 
     <!-- study NAME -->          all of a study: tables, figures, its runs with hardware and time
     <!-- table NAME -->          its first table only
@@ -59,10 +60,11 @@ class Stored:
     """One study's results, as Markdown for a page."""
 
     def __init__(self, stored: Path, name: str, page: Path, figures: Path, written: list[Path]):
-        known = sorted(path.stem for path in stored.glob("*.toml") if path.name != claims.FILE)
+        own = sorted(path.stem for path in stored.glob("*.toml") if path.name != claims.FILE)
+        known = own + [other for other in studies.builtin() if (stored / "results" / other).is_dir()]
         if name not in known:
             raise unknown("stored study", name, known)
-        self.study: Study = studies.load(str(stored / f"{name}.toml"), checked=False)
+        self.study: Study = studies.load(str(stored / f"{name}.toml") if name in own else name, checked=False)
         self.folder = stored / "results" / name
         self.page, self.figures, self.written = page, figures, written
         rows = list(studies.results(self.study, self.folder))
@@ -146,7 +148,8 @@ class Stored:
         )
         left = len(self.study.cells()) - len(self.gathered.rows)
         file = self.folder.parent.parent / f"{self.study.name}.toml"
-        told = f"[{file.name}]({self._link(file)}) with {'; '.join(versions)}."
+        study = f"[{file.name}]({self._link(file)})" if file.is_file() else f"`cable study run {self.study.name}`"
+        told = f"{study} with {'; '.join(versions)}."
         return told + (f" Not run yet: {left} of {len(self.study.cells())} cells." if left else "")
 
     def _link(self, target: Path) -> str:
