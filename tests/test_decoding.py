@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 from cable_attn import CableGPTForCausalLM, PotentialBias, attention
 from cable_attn.attention import decoding, fused, make_call
@@ -126,18 +126,80 @@ def test_a_model_decodes_on_the_kernel_what_the_reference_says(cache, encoding, 
     assert all(torch.equal(said[0], other) for other in said[1:])
 
 
-def test_a_pruned_cache_may_be_cropped():
+def _pruned_model(**sizes):
+    sizes = {"num_attention_heads": 2, "num_hidden_layers": 1, "attention_backend": "triton", **sizes}
+    return stir(CableGPTForCausalLM(small_gpt("cable", attention_prune=1e-4, **sizes))).eval()
+
+
+def _assert_summaries(model, cache, text):
+    """Of all complete blocks, as if the text had come at once."""
+    whole = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(text, past_key_values=whole)
+    got, wanted = (held.layers[2 * model.config.num_hidden_layers] for held in (cache, whole))
+    blocks = text.shape[1] // decoding.KEY_BLOCK
+    for kind in ("keys", "values"):
+        read, right = (getattr(layer, kind) for layer in (got, wanted))
+        assert read.is_contiguous()  # as the kernels read them
+        torch.testing.assert_close(read[:, :, :blocks], right[:, :, :blocks])
+
+
+@pytest.mark.parametrize("removed", [150, 3])
+def test_a_pruned_cache_may_be_cropped(removed):
     """As assisted decoding does; blocks that grow anew hold other keys."""
-    sizes = {"num_attention_heads": 2, "num_hidden_layers": 1, "attention_prune": 1e-4, "attention_backend": "triton"}
-    model = stir(CableGPTForCausalLM(small_gpt("cable", **sizes))).eval()
-    first, second = torch.randint(1, 97, (1, 330)), torch.randint(1, 97, (1, 330))
-    text = torch.cat([first[:, :180], second], 1)[:, :326]
+    model = _pruned_model()
+    first, second = torch.randint(1, 97, (2, 330)), torch.randint(1, 97, (2, 330))
+    text = torch.cat([first[:, : 330 - removed], second], 1)[:, :340]
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(first, past_key_values=cache)
-        cache.crop(-150)
-        for piece in (text[:, 180:320], text[:, 320:325], text[:, 325:]):
+        cache.crop(-removed)
+        for piece in text[:, 330 - removed :].split(5, 1):
             got = model(piece, past_key_values=cache).logits[:, -1]
-        model.config.attention_backend = "reference"
+    _assert_summaries(model, cache, text)
+    model.config.attention_prune, model.config.attention_backend = None, "reference"
+    with torch.no_grad():
         wanted = model(text, use_cache=False).logits[:, -1]
     torch.testing.assert_close(got, wanted, atol=1e-3, rtol=0)
+
+
+def test_summaries_follow_the_beams_of_a_static_cache():
+    """Also after a reset."""
+    model, texts = _pruned_model(), torch.randint(1, 97, (2, 200))
+    cache = StaticCache(config=model.config, max_cache_len=256)
+    with torch.no_grad():
+        for _ in range(2):
+            cache.reset()
+            model(texts, past_key_values=cache)
+            before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+            cache.reorder_cache(torch.tensor([1, 0]))
+            assert len(before) == 3
+            for layer, (keys, values) in zip(cache.layers, before):
+                assert torch.equal(layer.keys, keys[[1, 0]]) and torch.equal(layer.values, values[[1, 0]])
+                assert not torch.equal(layer.keys, keys)
+
+
+def test_pruning_may_be_switched_on_and_off():
+    """What came in between is in the summaries too."""
+    model, text = _pruned_model(), torch.randint(1, 97, (1, 320))
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        for piece, prune in zip(text.split([200, 60, 60], 1), (1e-4, None, 1e-4)):
+            model.config.attention_prune = prune
+            model(piece, past_key_values=cache)
+    _assert_summaries(model, cache, text)
+
+
+def test_a_mask_that_is_a_view_hides_what_it_hides():
+    model = _pruned_model()
+    with torch.no_grad():
+        model.get_submodule("transformer.h.0.attn.encoding.step").bias.fill_(1.0)  # every token counts
+    text, wide = torch.randint(1, 97, (2, 12)), torch.ones(2, 40, dtype=torch.bool)
+    wide[:, 1::3] = False
+    said = []
+    for mask in (wide[:, :16], wide[:, :16].clone()):
+        cache = StaticCache(config=model.config, max_cache_len=16)
+        with torch.no_grad():
+            model(text, past_key_values=cache, attention_mask=mask[:, :12])
+            said.append(model(text[:, :1], past_key_values=cache, attention_mask=mask).logits)
+    assert torch.equal(*said)

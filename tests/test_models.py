@@ -442,6 +442,7 @@ def test_a_forgetting_cache_stops_growing_and_says_the_same(encoding):
     options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
     said = model.generate(text, past_key_values=ForgettingCache(model, epsilon), **options)
     assert torch.equal(said, model.generate(text, use_cache=False, **options))
+    assert torch.equal(ForgettingCache(model.transformer).reach[0], ForgettingCache(model).reach[0])
 
 
 def test_forgetting_bounds_what_is_lost():

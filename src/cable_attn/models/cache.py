@@ -1,8 +1,8 @@
 """The potential in a Hugging Face cache.
 
-The potential of layer l is kept as the keys of one more cache layer, number L + l: [B, H, T, 1] in float64. So every
-cache that transformers has (dynamic, static, offloaded) and everything it does to one (beam reordering, cropping,
-repeating) serves the potential too, with no class of our own.
+The potential of layer l is kept as the keys of one more cache layer, number L + l: [B, H, T, 1] in float64. So the
+caches of transformers (dynamic, also offloaded, and static) and everything it does to one (beam reordering, cropping,
+repeating) serve the potential too, with no class of our own.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ class CachedPotential:
         return c.index_select(-1, before).squeeze(-1) * (layout.query_start > 0)
 
     def append(self, c: Tensor, layout: Layout) -> Tensor:
-        while len(self.cache.layers) <= self.slot:
-            self.cache.layers.append(_blank_copy(self.cache.layers[self.layer]))
-        layer: Any = self.cache.layers[self.slot]
-        if isinstance(layer, StaticLayer) and layer.is_initialized:  # where the queries stand, not where it counts to
-            held: Tensor = layer.keys  # type: ignore[assignment]
-            held.index_copy_(2, layout.at, c.unsqueeze(-1))
-            return held.squeeze(-1)
-        keys, _ = self.cache.update(c.unsqueeze(-1), c.new_empty(*c.shape, 0), self.slot)
-        return keys.squeeze(-1)
+        layer = _slot(self.cache, self.slot, self.layer)
+        new, nothing = c.unsqueeze(-1), c.new_empty(*c.shape, 0)
+        if not isinstance(layer, StaticLayer):
+            return self.cache.update(new, nothing, self.slot)[0].squeeze(-1)
+        if not layer.is_initialized:
+            layer.lazy_initialization(new, nothing)
+            _count_with(layer, self.cache.layers[self.layer])
+        held: Tensor = layer.keys  # type: ignore[assignment]
+        held.index_copy_(2, layout.at, new)
+        return held.squeeze(-1)
 
     def room(self, layout: Layout) -> Tensor | None:
         layer: Any = self.cache.layers[self.slot] if self.slot < len(self.cache.layers) else None
@@ -61,18 +62,18 @@ def cached_summaries(
     """Of all complete blocks of the cached keys ``k``, for pruning; those that the new keys complete are added.
 
     They are the keys and values of yet another cache layer, number 2 L + l (L + l for an encoding that keeps no
-    potential), so that they are reordered and repeated with the rest. Cropping may shorten them, never change one: of
-    a block that grows anew they are written anew, and all of them when there is no room for all.
+    potential), so that they are reordered and repeated with the rest. Of a block that grows anew they are written anew;
+    all of them when there is no room for all, or when cropping has left a view of them, which the kernels cannot read.
     """
-    cache, slot = memory.cache, memory.slot + (memory.slot - memory.layer if behind_potentials else 0)
-    while len(cache.layers) <= slot:
-        cache.layers.append(_blank_copy(cache.layers[memory.layer]))
-    layer: Any = cache.layers[slot]
-    fresh = not layer.is_initialized or layer.keys.shape[2] < k.shape[2] // KEY_BLOCK
+    layer = _slot(memory.cache, _summary_slot(memory, behind_potentials), memory.layer)
+    fits = layer.is_initialized and layer.keys.is_contiguous() and layer.values.is_contiguous()
+    fresh = not fits or layer.keys.shape[2] < k.shape[2] // KEY_BLOCK
     if fresh:
         layer.dtype, layer.device, layer.is_initialized = k.dtype, k.device, True
         grows = not isinstance(layer, StaticLayer)
         layer.keys, layer.values = blank_summaries(k, 2 * k.shape[2] if grows else k.shape[2])
+        if not grows:
+            _count_with(layer, memory.cache.layers[memory.layer])
         if not torch.compiler.is_compiling():  # as transformers does, or there would be no CUDA graphs
             torch._dynamo.mark_static_address(layer.keys)
             torch._dynamo.mark_static_address(layer.values)
@@ -81,6 +82,32 @@ def cached_summaries(
     place = start if isinstance(start, int) else 0
     summarise(k, layer.keys, layer.values, unknown, place, layout.query_length, fresh)
     return layer.keys, layer.values
+
+
+def drop_summaries(memory: CachedPotential, behind_potentials: bool) -> None:
+    """Keys have come that are not in them: they are made anew when they are wanted again."""
+    layers: list[Any] = memory.cache.layers
+    slot = _summary_slot(memory, behind_potentials)
+    if slot < len(layers) and not torch.compiler.is_compiling():
+        layers[slot].is_initialized = False
+
+
+def _summary_slot(memory: CachedPotential, behind_potentials: bool) -> int:
+    return memory.slot + (memory.slot - memory.layer if behind_potentials else 0)
+
+
+def _slot(cache: Cache, slot: int, layer: int) -> Any:
+    """One more layer of the cache, of the kind of that layer."""
+    while len(cache.layers) <= slot:
+        if cache.offloading and isinstance(cache.layers[layer], StaticLayer):
+            raise CableError("a static cache that is offloaded has no place for potentials. Use a dynamic one.")
+        cache.layers.append(_blank_copy(cache.layers[layer]))
+    return cache.layers[slot]
+
+
+def _count_with(layer: Any, keys: Any) -> None:
+    """A static layer counts what it holds, and is reordered only if that is not nothing: as much as the keys' layer."""
+    layer.cumulative_length = keys.cumulative_length
 
 
 def _blank_copy(layer: Any) -> Any:
@@ -174,7 +201,7 @@ def reaches(model: Any, epsilon: float, most_tokens: int) -> list[Tensor]:
         raise CableError(f"a {type(model).__name__} has no layers that could forget.")
     found = []
     for layer in layers:
-        encoding = layer.encoding if layer.encoding is not None else model.get_submodule("transformer.encoding")
+        encoding = layer.encoding if layer.encoding is not None else model.base_model.encoding
         gain = encoding.least_gain() if encoding.prunable else None
         if gain is None:
             raise CableError(
@@ -235,4 +262,4 @@ def key_mask(attention_mask: Tensor | None, keys: int) -> Tensor | None:
     if mask.shape[1] < keys:
         mask = torch.nn.functional.pad(mask, (0, keys - mask.shape[1]), value=False)
     may_look = mask.device.type == "cpu" and not torch.compiler.is_compiling()
-    return None if may_look and bool(mask.all()) else mask
+    return None if may_look and bool(mask.all()) else mask.contiguous()  # the kernels take no strides of it

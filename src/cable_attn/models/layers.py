@@ -19,7 +19,7 @@ from cable_attn.encodings import ENCODINGS, Encoding, Geometry, find_encoding
 from cable_attn.encodings.base import PotentialEncoding
 from cable_attn.errors import CableError, require_known, unknown
 from cable_attn.layout import Layout
-from cable_attn.models.cache import CachedPotential, ForgettingCache, cached_summaries
+from cable_attn.models.cache import CachedPotential, ForgettingCache, cached_summaries, drop_summaries
 
 
 class EncodedConfig(PreTrainedConfig):
@@ -184,8 +184,12 @@ class SelfAttention(nn.Module):
         untouched = self.norms is None and type(encoding).rotate is Encoding.rotate
         together = qkv if cache is None and untouched else None
         bias = encoding.bias(x, layout, memory)
-        if memory is not None and prune is not None and kernels_run_on(k.device):
-            summaries = cached_summaries(memory, k, layout, behind_potentials=isinstance(encoding, PotentialEncoding))
+        if memory is not None and encoding.prunable and kernels_run_on(k.device) and not memory.cache.offloading:
+            behind = isinstance(encoding, PotentialEncoding)
+            if prune is not None:
+                summaries = cached_summaries(memory, k, layout, behind)
+            else:
+                drop_summaries(memory, behind)
         return make_call(
             q,
             k,
