@@ -136,7 +136,7 @@ def test_a_study_whose_cells_had_the_machine_alone_tells_their_speed(tmp_path):
     file = stored / "books.toml"
     file.write_text(file.read_text().replace("lengths =", "speeds = true\nlengths =", 1))
     page.write_text("<!-- study books -->\n<!-- end -->\n<!-- claims -->\n<!-- end -->\n")
-    tests = ["books speed: cable@reading < cable@training"]
+    tests = ["books speed: cable@reading > 0.1 * rope@reading"]
     (stored / "claims.toml").write_text(f"[[claim]]\nnumber = 2\ntests = {json.dumps(tests)}\n")
     evidence.fill(page, stored, tmp_path)
     first = json.loads((stored / "results/books/cable-0/evaluation.json").read_text())["results"][0]

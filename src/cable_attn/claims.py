@@ -7,10 +7,11 @@ was measured that could decide it:
     number = 9
     tests = ["books: cable@15360 < cable-nw@15360", "training: cable@small > 0.97 * rope@small"]
 
-A table is a study (perplexity), ``STUDY COLLECTION`` (nDCG@10), ``STUDY loss`` and ``STUDY contrastive`` (the last
-tenth of the curve, @end), ``STUDY speed`` (tokens a second, @training and @reading, of one that has ``speeds``),
-``training``, ``memory`` and ``parameters`` of ``cable bench train`` by size, or ``decode`` and ``prefill``. What
-follows from the formulae has a test: ``shown_by = "tests/FILE.py::NAME"``, and a verdict.
+A table is a study (perplexity), ``STUDY COLLECTION`` (nDCG@10), ``STUDY loss`` (held out, @end), ``STUDY contrastive``
+(the last tenth of its curve, @end), ``STUDY speed`` (tokens a second, @training and @reading, of one that has
+``speeds``), ``training``, ``memory`` and ``parameters`` of ``cable bench train`` by size, or ``decode`` and ``prefill``
+of ``cable bench`` by length, the run with the most models. Of several seeds it is the mean. What follows from the
+formulae has a test: ``shown_by = "tests/FILE.py::NAME"``, and a verdict.
 """
 
 from __future__ import annotations
@@ -135,8 +136,16 @@ def _numbers(stored: Path) -> Iterator[tuple[str, Numbers]]:
     for name, key in (("decode", "ms"), ("prefill", "seconds_to_first_token")):
         path = stored / f"results/{name}.jsonl"
         if path.is_file():
-            alone = [row for row in records.latest(records.read(path)) if row.get("batch") == 1]
-            yield name, _by_name(alone, "model", "length", key, path, "{:.3f}")
+            yield name, _by_name(_one_run(records.read(path)), "model", "length", key, path, "{:.3f}")
+
+
+def _one_run(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One text at a time, from the run that measured the most models: numbers of two runs are not compared."""
+    alone = [records.named(row) for row in records.latest(rows) if row.get("batch") == 1]
+    runs: dict[Any, list[dict[str, Any]]] = {}
+    for row in alone:
+        runs.setdefault(row.get("begun"), []).append(row)
+    return max(runs.values(), key=lambda own: len({row["model"] for row in own}), default=[])
 
 
 def _of_study(study: studies.Study, folder: Path) -> Iterator[tuple[str, Numbers]]:
@@ -145,12 +154,12 @@ def _of_study(study: studies.Study, folder: Path) -> Iterator[tuple[str, Numbers
     if perplexities:
         values = {name: {str(length): value for length, value in row.items()} for name, row in perplexities.items()}
         yield study.name, Numbers(values, folder)
-    losses = {row["variant"]: {"end": row["training"]["eval_loss"]} for row in rows if "eval_loss" in row["training"]}
+    losses = _means([(row["variant"], "end", row["training"].get("eval_loss")) for row in rows])
     yield f"{study.name} loss", Numbers(losses, folder, "{:.3f}")
     if study.speeds:
-        speeds = {row["variant"]: _speeds(row) for row in rows}
-        yield f"{study.name} speed", Numbers(speeds, folder, "{:,.0f}")
-    tuned = {row["variant"]: {"end": _end(row["fine_tuning"]["curve"])} for row in rows if "fine_tuning" in row}
+        told = [(row["variant"], what, value) for row in rows for what, value in _speeds(row).items()]
+        yield f"{study.name} speed", Numbers(_means(told), folder, "{:,.0f}")
+    tuned = _means([(row["variant"], "end", _end(row["fine_tuning"]["curve"])) for row in rows if "fine_tuning" in row])
     if tuned:
         yield f"{study.name} contrastive", Numbers(tuned, folder, "{:.3f}")
     for collection in dict.fromkeys(name for row in rows for name in row.get("retrieval", {})):
@@ -159,9 +168,21 @@ def _of_study(study: studies.Study, folder: Path) -> Iterator[tuple[str, Numbers
         yield f"{study.name} {Path(collection).name}", Numbers(means, folder)
 
 
-def _speeds(row: dict[str, Any]) -> dict[str, float]:
+def _means(found: list[tuple[str, str, float | None]]) -> dict[str, dict[str, float]]:
+    """(variant, column, value) of all seeds → variant → column → mean."""
+    values: dict[str, dict[str, list[float]]] = {}
+    for variant, column, value in found:
+        if value is not None:
+            values.setdefault(variant, {}).setdefault(column, []).append(value)
+    return {name: {column: statistics.mean(all_) for column, all_ in row.items()} for name, row in values.items()}
+
+
+def _speeds(row: dict[str, Any]) -> dict[str, float | None]:
     seconds, tokens = findings.reading(row)
-    return {"training": row["training"]["tokens_per_second"], "reading": tokens / seconds}
+    return {
+        "training": row["training"].get("median_tokens_per_second"),
+        "reading": tokens / seconds if seconds else None,
+    }
 
 
 def _end(curve: list[tuple[int, float]]) -> float:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -131,13 +130,19 @@ class Stored:
     def _runs(self) -> str:
         """What was trained, for how long, and the file behind it."""
         lines = [self._run(row) for row in self.gathered.rows]
-        header = ("run", *(head for head, _, _ in RUN), "read in s", "read tokens/s", "GPU", "commit")
+        header = (
+            "run",
+            *(head for head, _ in summary.TRAINING.values()),
+            "read in s",
+            "read tokens/s",
+            "GPU",
+            "commit",
+        )
         return f"<details><summary>The runs</summary>\n\n{markdown_table(header, lines)}\n\n</details>"
 
     def _run(self, row: dict[str, Any]) -> list[str]:
         file = self.folder / row["cell"] / studies.EVALUATION
-        known = [row["training"].get(key) for _, key, _ in RUN]
-        told = ["–" if value is None else form(value) for value, (_, _, form) in zip(known, RUN)]
+        told = [summary.told(row["training"].get(key), form) for key, (_, form) in summary.TRAINING.items()]
         seconds, tokens = findings.reading(row)
         told += [f"{seconds:.0f}", f"{tokens / seconds:,.0f}"] if seconds else ["–", "–"]
         return [f"[{row['cell']}]({self._link(file)})", *told, row.get("gpu") or "CPU", row["commit"]]
@@ -154,17 +159,6 @@ class Stored:
 
     def _link(self, target: Path) -> str:
         return Path(os.path.relpath(target, self.page.parent)).as_posix()
-
-
-RUN: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
-    ("tokens", "tokens", "{:,}".format),
-    ("loss", "loss", "{:.3f}".format),
-    ("held-out loss", "eval_loss", "{:.3f}".format),
-    ("tokens/s", "tokens_per_second", "{:,.0f}".format),
-    ("trained in s", "train_runtime", "{:.0f}".format),
-    ("peak MiB", "peak_memory_mib", "{:,.0f}".format),
-)
-"""Column, key of the training record, form."""
 
 
 def _with_caption(table: LengthTable) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import statistics
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
@@ -461,8 +462,11 @@ def _read_model(
 def training_record(folder: Path) -> dict[str, Any]:
     """The losses and the speed of the run."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    wanted = ("loss", "eval_loss", "tokens_per_second", "train_runtime", "peak_memory_mib", "tokens")
+    wanted = ("loss", "eval_loss", "train_runtime", "peak_memory_mib", "tokens")
     last = {key: value for line in lines for key, value in line.items() if key in wanted}
+    speeds = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
+    if speeds:  # those of the second half: compiled and warm
+        last["median_tokens_per_second"] = statistics.median(speeds[len(speeds) // 2 :])
     curve = [(line["tokens"], line["loss"]) for line in lines if "loss" in line]
     return {**last, "curve": curve[:: max(len(curve) // CURVE_POINTS, 1)]}
 

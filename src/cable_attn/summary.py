@@ -266,23 +266,24 @@ def _figure(paths: list[Path], caption: str) -> str:
 
 TRAINING = {
     "loss": ("loss", "{:.4f}"),
-    "eval_loss": ("loss on held-out text", "{:.4f}"),
+    "eval_loss": ("held-out loss", "{:.4f}"),
     "tokens": ("tokens", "{:,}"),
-    "tokens_per_second": ("tokens/s", "{:,.0f}"),
-    "train_runtime": ("seconds", "{:,.0f}"),
+    "median_tokens_per_second": ("tokens/s", "{:,.0f}"),
+    "train_runtime": ("trained in s", "{:,.0f}"),
     "peak_memory_mib": ("peak MiB", "{:,.0f}"),
 }
+"""Key of a training record → column and form."""
 
 
 def _training(rows: list[dict[str, Any]]) -> str:
     known = [key for key in TRAINING if any(row["training"].get(key) is not None for row in rows)]
     lines = [
-        [escape(row["cell"])] + [_told(row["training"].get(key), TRAINING[key][1]) for key in known] for row in rows
+        [escape(row["cell"])] + [told(row["training"].get(key), TRAINING[key][1]) for key in known] for row in rows
     ]
     return table(("run", *(TRAINING[key][0] for key in known)), lines)
 
 
-def _told(value: Any, form: str) -> str:
+def told(value: Any, form: str) -> str:
     return "–" if value is None else form.format(value)
 
 

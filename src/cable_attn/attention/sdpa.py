@@ -18,8 +18,8 @@ from cable_attn.bias import PotentialBias
 NAME = "sdpa"
 COLUMN_ROWS = 4096
 """How many rows share one centre of the potential: the fp32 columns are exact to about 2e-5 over so many tokens."""
-HIDDEN_KEY = -1e4
-"""The column value of a padded key: low enough for a weight of exactly 0, and 0 for all others."""
+HIDDEN_KEY = -1e9
+"""The column value of a padded key: lower than any bias, for a weight of exactly 0; and 0 for all others."""
 
 
 def refuses(call: Call) -> str | None:

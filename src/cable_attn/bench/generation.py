@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AutoConfig, DynamicCache, StaticCache
+from transformers import DynamicCache, StaticCache
 
+from cable_attn import recipe as recipes
+from cable_attn import study as studies
 from cable_attn.attention import BACKENDS
 from cable_attn.encodings import ENCODINGS as ENCODINGS_BY_NAME
 from cable_attn.errors import CableError, reason, require_known
+from cable_attn.evaluation import checkpoint_hash
 from cable_attn.jobs import Process, in_turn
 from cable_attn.models import CableGPTConfig, CableGPTForCausalLM
 from cable_attn.models.cache import ForgettingCache, reaches
-from cable_attn.models.loading import load_model
+from cable_attn.models.loading import load_config, load_model
 
 LENGTHS = (1024, 4096, 16384, 65536, 131072)
 ENCODINGS = tuple(dict.fromkeys(["rope", "cable", *ENCODINGS_BY_NAME]))
@@ -58,7 +62,7 @@ def choose(names: list[str], size: str, prune: float | None) -> dict[str, Callab
         model, _, backend = name.partition("@")
         folder = Path(model)
         if (folder / "config.json").is_file():
-            encoding = getattr(AutoConfig.from_pretrained(folder), "encoding", None)
+            encoding = getattr(load_config(folder), "encoding", None)
             made = partial(load_model, folder)
         else:
             require_known("model (no such folder either)", model, ENCODINGS_BY_NAME)
@@ -83,12 +87,26 @@ def _fresh(size: str, encoding: str) -> Any:
 def _set(made: Callable[[], Any], key: str, value: Any) -> Any:
     model = made()
     setattr(model.config, key, value)
+    model.config.check()
     return model
 
 
 def _pytorch_kernel(name: str) -> AbstractContextManager[Any]:
     backend = name.removesuffix(PRUNED).partition("@")[2]
     return sdpa_kernel(PYTORCH_KERNELS[backend]) if backend in PYTORCH_KERNELS else nullcontext()
+
+
+def origin(folder: Path) -> dict[str, Any]:
+    """Where a trained model comes from: its recipe and its training record; nothing of what has no run behind it."""
+    if not (folder / "recipe.toml").is_file():
+        return {}
+    record = {key: value for key, value in studies.training_record(folder).items() if key != "curve"}
+    recipe = asdict(recipes.load(str(folder / "recipe.toml")))
+    return {"checkpoint_sha256": checkpoint_hash(folder), "trained": {"recipe": recipe, **record}}
+
+
+def _folder(name: str) -> Path:
+    return Path(name.removesuffix(PRUNED).partition("@")[0])
 
 
 def prepare(model: Any, precision: str) -> Any:
@@ -190,6 +208,7 @@ def run(
         config = model.config
         about = {"bench": "decode" if steps else "prefill", "model": name, "encoding": config.encoding, "batch": batch}
         about |= {"prune": config.attention_prune, "parameters": model.num_parameters(), "precision": precision}
+        about |= origin(_folder(name))
         try:
             with _pytorch_kernel(name):
                 decoder = Decoder(model, batch, max(lengths), max(steps, compare), compile) if steps else None
@@ -294,7 +313,7 @@ def _size(cache: Any) -> float:
 
 def _go_on(model: Any, token: Tensor, cache: Any, steps: int) -> Tensor:
     """The likeliest text from ``token`` on [B, steps]."""
-    said = []
+    said = [token[:, :0]]
     for _ in range(steps):
         said.append(token)
         token = _read(model, token, cache)

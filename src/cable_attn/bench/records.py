@@ -16,8 +16,9 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def latest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of the last commit that was measured."""
-    return [row for row in rows if row.get("commit") == rows[-1].get("commit")]
+    """Those of the last commit at which anything could be measured."""
+    measured = [row for row in rows if "error" not in row] or rows
+    return [row for row in rows if row.get("commit") == measured[-1].get("commit")]
 
 
 def latest_by_size(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -112,7 +113,7 @@ def _training_cell(row: dict[str, Any] | None, rope: dict[str, Any] | None) -> s
 def decode_markdown(rows: list[dict[str, Any]]) -> str:
     """Tokens per second, over RoPE's, and peak memory at each length of the prompt; then how texts compared."""
     table = _by_length(rows, "tokens_per_second", "{:,.0f}", lambda ours, ropes: ours / ropes)
-    compared = [_named(row) for row in latest(rows) if row.get("compared")]
+    compared = [named(row) for row in latest(rows) if row.get("compared")]
     return "\n".join([table, *([""] if compared else []), *map(_texts, compared)])
 
 
@@ -129,7 +130,7 @@ def prefill_markdown(rows: list[dict[str, Any]]) -> str:
 
 def _by_length(rows: list[dict[str, Any]], key: str, shape: str, faster: Callable[[float, float], float]) -> str:
     """A line for each model and number of texts; what is told of RoPE is its best of the same run."""
-    rows = [_named(row) for row in latest(rows) if "error" not in row]
+    rows = [named(row) for row in latest(rows) if "error" not in row]
     lengths = sorted({row["length"] for row in rows})
     lines = ["| model | texts | " + " | ".join(f"{length:,}" for length in lengths) + " |"]
     lines.append("|---" * (len(lengths) + 2) + "|")
@@ -180,7 +181,7 @@ def forget_markdown(rows: list[dict[str, Any]]) -> str:
 FP32 = ", fp32"
 
 
-def _named(row: dict[str, Any]) -> dict[str, Any]:
+def named(row: dict[str, Any]) -> dict[str, Any]:
     """Other precisions and other ways to read are other models."""
     own = FP32 if row.get("precision") == "fp32" else ""
     own += f", {row['piece']:,} at a time" if row.get("piece") else ""

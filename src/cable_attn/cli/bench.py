@@ -170,7 +170,6 @@ def _bench_generation(
     command: list[str], models: list[str] | None, size: str, lengths: str, batch: int, prune: float, text: Path | None,
     results: Path, jobs: int, precision: str, options: dict[str, Any],
 ) -> None:  # fmt: skip
-    import numpy as np
     import torch
 
     from cable_attn.bench import generation as bench
@@ -188,13 +187,25 @@ def _bench_generation(
         told += [] if text is None else ["--text", str(text)]
         rows = bench.run_in_turn(names, [*command, *told], jobs)
     else:
-        tokens = None if text is None else torch.from_numpy(np.load(text, allow_pickle=False).astype(np.int64))
+        tokens = None if text is None else torch.from_numpy(_token_ids(text))
         rows = bench.run(wanted, chosen, batch, tokens, precision=precision, **options)
     around = {"size": size, "begun": round(time.time()), **environment()}
     for row in rows:
         append(results, [{**row, **around}])
         _tell_generation(row)
     console.print(f"Rows added to {results}", markup=False, highlight=False)
+
+
+def _token_ids(path: Path) -> Any:
+    import numpy as np
+
+    try:
+        ids = np.load(path, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise CableError(f"{str(path)!r} is not a .npy file of token ids: {error}") from error
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        raise CableError(f"{str(path)!r} holds {ids.dtype} {list(ids.shape)}; token ids are integers in one row.")
+    return ids.astype(np.int64)
 
 
 def _tell_generation(row: dict[str, Any]) -> None:
@@ -218,7 +229,6 @@ def bench_forget(
     ),
 ) -> None:
     """How many keys a forgetting cache holds as a text goes on, beside a cache that keeps everything."""
-    import numpy as np
     import torch
 
     from cable_attn.bench import generation as bench
@@ -226,14 +236,14 @@ def bench_forget(
     from cable_attn.environment import environment
     from cable_attn.models.loading import load_model
 
-    found = torch.from_numpy(np.load(text, allow_pickle=False)[:tokens].astype(np.int64))[None]
+    found = torch.from_numpy(_token_ids(text)[:tokens])[None]
     if found.shape[1] < tokens:
         raise CableError(f"{str(text)!r} has {found.shape[1]} tokens, --tokens={tokens} are wanted.")
     precision = "bf16" if torch.cuda.is_available() else "fp32"
     model = bench.prepare(load_model(checkpoint), precision)
     around = {"model": str(checkpoint), "precision": precision, **environment()}
     for row in bench.forget(model, found.to(model.device), epsilon, piece, compare):
-        append(results, [{**row, **around}])
+        append(results, [{**row, **(bench.origin(checkpoint) if "as_full" in row else {}), **around}])
         told = f"{row['tokens']:>8,} read   {row['mib']:8.1f} MiB of {row['full_mib']:8.1f}   kept {row['kept']}"
         told += f"   as_full {row['as_full']}/{compare}" if "as_full" in row else ""
         console.print(told, markup=False, highlight=False)
@@ -254,7 +264,6 @@ def bench_pruning(
 
     Needs a GPU. The time of the bounds counts.
     """
-    import numpy as np
 
     from cable_attn.bench import pruning as bench
     from cable_attn.bench.records import append, pruning_markdown
@@ -263,7 +272,7 @@ def bench_pruning(
     from cable_attn.models.loading import load_causal_lm, load_model
 
     if text.suffix == ".npy":
-        model, tokens = load_model(checkpoint), np.load(text, allow_pickle=False)
+        model, tokens = load_model(checkpoint), _token_ids(text)
     else:
         model, tokenizer = load_causal_lm(checkpoint)
         tokens = encode(read_texts(text), tokenizer)
@@ -291,7 +300,8 @@ def bench_report(
     for page in filter(Path.exists, pages):
         write_atomically(page, records.fill(page.read_text(encoding="utf-8"), results))
         written.append(page)
-    written += speed_figure(records.latest(records.read(results / "attention.jsonl")), docs / "attention")
+    if (results / "attention.jsonl").exists():
+        written += speed_figure(records.latest(records.read(results / "attention.jsonl")), docs / "attention")
     if (results / "training.jsonl").exists():
         rows = records.latest_by_size(records.read(results / "training.jsonl"))
         written += training_figure(rows, docs / "training")

@@ -72,7 +72,7 @@ def working() -> Iterator[Progress]:
 
 def numbers(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    wrong = [part for part in parts if not part.isdigit() or int(part) < 1]
+    wrong = [part for part in parts if not part.isdecimal() or int(part) < 1]
     if wrong or not parts:
         raise CableError(f"--lengths wants whole numbers like 128,512, got {wrong[0] if wrong else text!r}.")
     return sorted({int(part) for part in parts})

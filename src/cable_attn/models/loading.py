@@ -50,12 +50,16 @@ def load_causal_lm(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
 
 def load_gpt_or_bert(folder: Path) -> PreTrainedModel:
     """The model of a checkpoint folder, causal or masked, as its config says."""
+    kind = load_config(folder).model_type
+    return load_model(folder, AutoModelForMaskedLM if kind == "cable_bert" else AutoModelForCausalLM)
+
+
+def load_config(folder: Path) -> Any:
     _require_config(folder)
     try:
-        kind = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True).model_type
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise _broken(folder, error) from error
-    return load_model(folder, AutoModelForMaskedLM if kind == "cable_bert" else AutoModelForCausalLM)
 
 
 def load_model(folder: Path, kind: Any = AutoModelForCausalLM, **changes: Any) -> PreTrainedModel:
