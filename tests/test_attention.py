@@ -195,6 +195,15 @@ def test_the_column_route_never_builds_a_square(monkeypatch):
     assert seen.elements < length * 64
 
 
+def test_a_padded_query_far_from_all_it_sees_sees_only_that():
+    """Its own key and its neighbours are padding too."""
+    q, k, v = make_inputs(1, 1, 1, 300, 300, dim=8)
+    bias = PotentialBias(torch.full((1, 1, 300), 60.0).double().cumsum(-1))
+    mask = (torch.arange(300) < 20)[None]
+    outs = [attention(q, k, v, bias, key_mask=mask, backend=backend) for backend in ("sdpa", "reference")]
+    torch.testing.assert_close(*outs, atol=1e-4, rtol=0)
+
+
 def test_alibi_from_a_step_of_one():
     """f ≡ 1 and g_h = slope is ALiBi exactly."""
     heads, length = 12, 33

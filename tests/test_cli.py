@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import cable_attn
-from cable_attn import CableGPTForCausalLM, cli, summary
+from cable_attn import CableError, CableGPTForCausalLM, cli, summary
 from cable_attn.cli import app
 from cable_attn.cli import study as study_commands
 from cable_attn.data import embedded_corpus, train_bpe
@@ -374,6 +374,8 @@ def test_what_a_cache_forgets_is_measured(tmp_path):
     assert forgetting_figure(rows, tmp_path / "figure")[0].stat().st_size > 1000
     done = CliRunner().invoke(app, [*command, "--tokens", "601"])
     assert "has 600 tokens, --tokens=601 are wanted" in str(done.exception)
+    done = CliRunner().invoke(app, [*command, "--tokens", "100", "--piece", "100", "--compare", "0"])
+    assert done.exit_code == 0 and "as_full 0/0" in done.output
 
 
 def test_the_decoding_benchmark_measures_nothing_that_is_wrong(checkpoint, tmp_path, monkeypatch):
@@ -442,11 +444,35 @@ def test_serve_says_what_is_missing(tmp_path):
     assert done.exit_code != 0 and "has no config.json" in str(done.exception)
 
 
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["decode", "rope", "--size", "tiny", "--lengths", "9", "--text", "TEXT"], "is not a .npy file of token ids"),
+        (["forget", "MODEL", "TABLE"], "holds float64 [2, 3]; token ids are integers in one row"),
+        (["decode", "BROKEN", "--lengths", "9"], "cannot be loaded"),
+        (
+            ["decode", "MODEL", "--lengths", "9", "--prune", "2"],
+            "prune must lie between 0 and 1 (the weight that a row may lose), got 2.0",
+        ),
+        (["prefill", "rope", "--lengths", "²"], "wants whole numbers"),
+    ],
+)
+def test_a_benchmark_that_cannot_begin_says_why_and_stores_nothing(command, words, checkpoint, tmp_path):
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/config.json").write_text("{")
+    (tmp_path / "text.txt").write_text("It is a truth")
+    np.save(tmp_path / "table.npy", np.zeros((2, 3)))
+    places = {"MODEL": checkpoint, "BROKEN": tmp_path / "broken", "TEXT": tmp_path / "text.txt"}
+    places["TABLE"] = tmp_path / "table.npy"
+    arguments = [str(places.get(part, part)) for part in command]
+    done = CliRunner().invoke(app, ["bench", *arguments, "--results", str(tmp_path / "rows")])
+    assert isinstance(done.exception, CableError) and words in str(done.exception)
+    assert not (tmp_path / "rows").exists()
+
+
 def test_work_without_a_terminal_is_told_in_lines(monkeypatch):
     """Now and then, when it ends, and not at every step."""
     from io import StringIO
-
-    from rich.console import Console
 
     from cable_attn.cli import common
 

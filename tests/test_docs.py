@@ -92,6 +92,12 @@ def test_the_generation_tables_and_figure_are_made_from_rows(tmp_path):
     assert "| cable, pruned | 1 | 5.000 s (0.40), 0.5 GiB |" in page.read_text()
     assert "| rope, 8,192 at a time | 1 | 4.000 s (1.00), 0.5 GiB |" in page.read_text()
     assert (tmp_path / "generation.png").stat().st_size > 1000
+    (results / "attention.jsonl").unlink()
+    with (results / "decode.jsonl").open("a") as file:  # a run that came to nothing
+        file.write(json.dumps({"model": "cable", "batch": 1, "error": "no memory", "commit": "later"}) + "\n")
+    before = page.read_text()
+    result = CliRunner().invoke(app, ["bench", "report", "--docs", str(tmp_path), "--results", str(results)])
+    assert result.exit_code == 0 and page.read_text() == before
 
 
 def test_the_reproduction_page_lists_every_study_with_its_cost():
@@ -177,6 +183,29 @@ def test_a_verdict_follows_from_stored_numbers(tests, verdict, tmp_path):
     lines = claims.table(stored, tmp_path / "page.md").splitlines()
     assert len(lines) == 2 + len(findings.claims()) and f"**{verdict}**" in lines[3] and "**not measured**" in lines[2]
     assert "](benchmarks/results/" in lines[3]
+
+
+def test_claims_compare_one_run_and_the_mean_of_seeds(tmp_path):
+    stored = tmp_path / "benchmarks"
+    shutil.copytree(ROOT / "benchmarks", stored)
+    first = stored / "results/books/cable-0"
+    again = json.loads((first / "evaluation.json").read_text())
+    again["training"]["eval_loss"] += 2
+    again |= {"cell": "cable-1", "seed": 1}
+    again["settings"]["recipe"]["train"]["seed"] = 1
+    (stored / "results/books/cable-1").mkdir()
+    (stored / "results/books/cable-1/evaluation.json").write_text(json.dumps(again))
+    study = stored / "books.toml"
+    study.write_text(study.read_text().replace("[reading]", "[seeds_of]\ncable = [0, 1]\n\n[reading]"))
+    row = {"batch": 1, "length": 1024, "commit": "new"}
+    rows = [("rope", 1, 4.0, "bf16"), ("cable", 1, 1.0, "bf16"), ("cable", 1, 9.0, "fp32"), ("rope", 2, 0.5, "bf16")]
+    lines = [row | dict(zip(("model", "begun", "ms", "precision"), one)) for one in rows]
+    (stored / "results/decode.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    tests = ["books loss: cable@end > cable@end", "decode: cable@1024 < rope@1024"]
+    (stored / "claims.toml").write_text(f"[[claim]]\nnumber = 2\ntests = {json.dumps(tests)}\n")
+    told = claims.table(stored, tmp_path / "page.md")
+    assert f"cable at end {again['training']['eval_loss'] - 1:.3f}" in told
+    assert "decode: cable at 1024 1.000 < rope at 1024 4.000" in told
 
 
 @pytest.mark.parametrize(

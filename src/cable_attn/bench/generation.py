@@ -57,6 +57,8 @@ class GateError(CableError):
 def choose(names: list[str], size: str, prune: float | None) -> dict[str, Callable[[], Any]]:
     """How to make each model: a folder's, or one with fresh weights, whose speed is that of trained ones but for what
     pruning keeps. ``rope@sdpa``: with that backend. prune: those that can be pruned come a second time, pruned."""
+    if prune is not None and not 0 < prune < 1:
+        raise CableError(f"prune must lie between 0 and 1 (the weight that a row may lose), got {prune}.")
     found: dict[str, Callable[[], Any]] = {}
     for name in names:
         model, _, backend = name.partition("@")
