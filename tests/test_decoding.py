@@ -148,13 +148,13 @@ def _assert_summaries(model, cache, text):
 def test_a_pruned_cache_may_be_cropped(removed):
     """As assisted decoding does; blocks that grow anew hold other keys."""
     model = _pruned_model()
-    first, second = torch.randint(1, 97, (2, 330)), torch.randint(1, 97, (2, 330))
-    text = torch.cat([first[:, : 330 - removed], second], 1)[:, :340]
+    first, second = torch.randint(1, 97, (2, 200)), torch.randint(1, 97, (2, 200))
+    text = torch.cat([first[:, : 200 - removed], second], 1)[:, :210]
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(first, past_key_values=cache)
         cache.crop(-removed)
-        for piece in text[:, 330 - removed :].split([removed + 8, 1, 1], 1):
+        for piece in text[:, 200 - removed :].split([removed + 8, 1, 1], 1):
             got = model(piece, past_key_values=cache).logits[:, -1]
     _assert_summaries(model, cache, text)
     model.config.attention_prune, model.config.attention_backend = None, "reference"

@@ -136,9 +136,14 @@ def test_the_results_page_is_made_from_the_stored_runs_byte_for_byte(tmp_path):
         assert (made / path.name).read_bytes() == path.read_bytes(), path.name
 
 
-def test_a_study_whose_cells_had_the_machine_alone_tells_their_speed(tmp_path):
-    stored, page = tmp_path / "benchmarks", tmp_path / "page.md"
-    shutil.copytree(ROOT / "benchmarks", stored)
+@pytest.fixture
+def stored(tmp_path):
+    """A copy of what is stored, to be changed."""
+    return Path(shutil.copytree(ROOT / "benchmarks", tmp_path / "benchmarks"))
+
+
+def test_a_study_whose_cells_had_the_machine_alone_tells_their_speed(stored, tmp_path):
+    page = tmp_path / "page.md"
     file = stored / "books.toml"
     file.write_text(file.read_text().replace("lengths =", "speeds = true\nlengths =", 1))
     page.write_text("<!-- study books -->\n<!-- end -->\n<!-- claims -->\n<!-- end -->\n")
@@ -176,18 +181,14 @@ def test_marks_that_name_nothing_are_errors_and_the_page_stays(mark, words, tmp_
         (["retrieval wiki: cable@8192 > rope@8192", "memory: cable@medium < 1.05 * rope@medium"], "holds"),
     ],
 )
-def test_a_verdict_follows_from_stored_numbers(tests, verdict, tmp_path):
-    stored = tmp_path / "benchmarks"
-    shutil.copytree(ROOT / "benchmarks", stored)
+def test_a_verdict_follows_from_stored_numbers(tests, verdict, stored, tmp_path):
     (stored / "claims.toml").write_text(f"[[claim]]\nnumber = 2\ntests = {json.dumps(tests)}\n")
     lines = claims.table(stored, tmp_path / "page.md").splitlines()
     assert len(lines) == 2 + len(findings.claims()) and f"**{verdict}**" in lines[3] and "**not measured**" in lines[2]
     assert "](benchmarks/results/" in lines[3]
 
 
-def test_claims_compare_one_run_and_the_mean_of_seeds(tmp_path):
-    stored = tmp_path / "benchmarks"
-    shutil.copytree(ROOT / "benchmarks", stored)
+def test_claims_compare_one_run_and_the_mean_of_seeds(stored, tmp_path):
     first = stored / "results/books/cable-0"
     again = json.loads((first / "evaluation.json").read_text())
     again["training"]["eval_loss"] += 2
@@ -222,9 +223,7 @@ def test_claims_compare_one_run_and_the_mean_of_seeds(tmp_path):
         ),
     ],
 )
-def test_claims_that_compare_nothing_are_named(entry, words, tmp_path):
-    stored = tmp_path / "benchmarks"
-    shutil.copytree(ROOT / "benchmarks", stored)
+def test_claims_that_compare_nothing_are_named(entry, words, stored, tmp_path):
     (stored / "claims.toml").write_text(f"[[claim]]\nnumber = 2\n{entry}\n")
     with pytest.raises(CableError) as error:
         claims.table(stored, tmp_path / "page.md")

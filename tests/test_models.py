@@ -60,7 +60,7 @@ def greedy(model, ids=TEXT, **kwargs) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("preset", "millions"), [("tiny", 44), ("small", 124), ("medium", 354)])
-def test_gpt_sizes_are_the_papers(preset, millions):
+def test_gpt_sizes(preset, millions):
     with torch.device("meta"):
         model = CableGPTForCausalLM(CableGPTConfig.preset(preset, encoding="cable"))
     assert abs(model.num_parameters() / 1e6 - millions) < 1

@@ -61,7 +61,7 @@ def choose(names: list[str], size: str, prune: float | None) -> dict[str, Callab
         raise CableError(f"prune must lie between 0 and 1 (the weight that a row may lose), got {prune}.")
     found: dict[str, Callable[[], Any]] = {}
     for name in names:
-        model, _, backend = name.partition("@")
+        model, backend = _parts(name)
         folder = Path(model)
         if (folder / "config.json").is_file():
             encoding = getattr(load_config(folder), "encoding", None)
@@ -81,6 +81,12 @@ def choose(names: list[str], size: str, prune: float | None) -> dict[str, Callab
     return found
 
 
+def _parts(name: str) -> tuple[str, str]:
+    """An encoding or a folder, and the backend that is asked for, if any."""
+    model, _, backend = name.removesuffix(PRUNED).partition("@")
+    return model, backend
+
+
 def _fresh(size: str, encoding: str) -> Any:
     own = {"max_position_embeddings": LEARNED_POSITIONS} if encoding == "learnable" else {}
     return CableGPTForCausalLM(CableGPTConfig.preset(size, encoding=encoding, **own))
@@ -94,7 +100,7 @@ def _set(made: Callable[[], Any], key: str, value: Any) -> Any:
 
 
 def _pytorch_kernel(name: str) -> AbstractContextManager[Any]:
-    backend = name.removesuffix(PRUNED).partition("@")[2]
+    backend = _parts(name)[1]
     return sdpa_kernel(PYTORCH_KERNELS[backend]) if backend in PYTORCH_KERNELS else nullcontext()
 
 
@@ -105,10 +111,6 @@ def origin(folder: Path) -> dict[str, Any]:
     record = {key: value for key, value in studies.training_record(folder).items() if key != "curve"}
     recipe = asdict(recipes.load(str(folder / "recipe.toml")))
     return {"checkpoint_sha256": checkpoint_hash(folder), "trained": {"recipe": recipe, **record}}
-
-
-def _folder(name: str) -> Path:
-    return Path(name.removesuffix(PRUNED).partition("@")[0])
 
 
 def prepare(model: Any, precision: str) -> Any:
@@ -210,7 +212,7 @@ def run(
         config = model.config
         about = {"bench": "decode" if steps else "prefill", "model": name, "encoding": config.encoding, "batch": batch}
         about |= {"prune": config.attention_prune, "parameters": model.num_parameters(), "precision": precision}
-        about |= origin(_folder(name))
+        about |= origin(Path(_parts(name)[0]))
         try:
             with _pytorch_kernel(name):
                 decoder = Decoder(model, batch, max(lengths), max(steps, compare), compile) if steps else None

@@ -27,18 +27,18 @@ class _Progress(Progress):
 
     def update(self, task_id: TaskID, *args: Any, **kwargs: Any) -> None:
         super().update(task_id, *args, **kwargs)
-        task = self._tasks[task_id]
+        task = next(task for task in self.tasks if task.id == task_id)
         if task.total is not None and task.completed < task.total:
             task.finished_time = None  # another part of the work has begun
         if not self.console.is_terminal:
-            self._tell(task_id, task)
+            self._tell(task)
 
-    def _tell(self, task_id: TaskID, task: Task) -> None:
+    def _tell(self, task: Task) -> None:
         now, what = time.monotonic(), str(task.fields.get("what", ""))
-        before, said = self.told.get(task_id, (-LINE_EVERY, ""))
+        before, said = self.told.get(task.id, (-LINE_EVERY, ""))
         stage = what.partition(",")[0]
         if now - before >= LINE_EVERY or (task.finished and stage != said):
-            self.told[task_id] = (now, stage)
+            self.told[task.id] = (now, stage)
             share = "" if task.total is None else f"{task.percentage:.0f} %"
             say(f"{task.description:>13} {share:>5} {task.elapsed or 0:>6.0f} s  {what}")
 
