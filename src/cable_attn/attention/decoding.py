@@ -95,7 +95,7 @@ def _decode(
     tops, norms = torch.empty(2, batch * key_heads, splits, rows, **wide)
     out = torch.empty(batch, queries, heads, dim, device=q.device, dtype=q.dtype).transpose(1, 2)
     width = padded(dim)
-    stages = _stages(width * q.element_size())
+    stages = 1 if c is not None else _stages(width * q.element_size())
     # A pointer that is never read stands in for what is absent.
     with current(q.device):
         decode_kernels.part[(splits, batch * key_heads)](
@@ -159,8 +159,9 @@ def blank_summaries(k: Tensor, keys: int) -> tuple[Tensor, Tensor]:
 
 
 def _stages(row: int) -> int:
-    """Of the pipeline, for keys of so many bytes; without one the compiler may wait for each load before the next."""
-    return min(3, 1 + PREFETCHED // (2 * KEY_BLOCK * row))
+    """Of the pipeline, for keys of so many bytes. Two read plain keys faster than one, three slower. With potentials the
+    compiler has loads under way by itself, and one is best."""
+    return min(2, 1 + PREFETCHED // (2 * KEY_BLOCK * row))
 
 
 def _splits(programs: int, keys: int, device: torch.device) -> int:
