@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import re
 import signal
 import subprocess
@@ -210,6 +211,30 @@ def test_a_launcher_that_cannot_start_fails_every_cell_and_hangs_none(tmp_path):
     commands = {name: ["no-such-launcher", name] for name in "abcde"}
     failed = jobs.run_in_processes(commands, tmp_path, 2, lambda name, what: None)
     assert sorted(failed) == list("abcde") and "cannot start 'no-such-launcher'" in failed["a"]
+
+
+def test_measuring_that_is_told_to_stop_leaves_no_process_behind(tmp_path):
+    script = """
+import sys
+from pathlib import Path
+from cable_attn.jobs import Process, in_turn
+
+class Sleeper(Process):
+    warm = measured = False
+    def begin(self): pass
+    def start(self, alone):
+        self.open(["sleep", "600"], Path(sys.argv[1]) / "log")
+        print(self.process.pid, flush=True)
+
+list(in_turn([Sleeper(), Sleeper()], 2))
+"""
+    process = subprocess.Popen([sys.executable, "-c", script, tmp_path], stdout=subprocess.PIPE, text=True)
+    sleepers = [int(process.stdout.readline()) for _ in range(2)]
+    process.terminate()
+    assert process.wait(30) == 143
+    for sleeper in sleepers:
+        with pytest.raises(ProcessLookupError):
+            os.kill(sleeper, 0)
 
 
 def test_two_processes_never_work_on_one_cell(file, tmp_path):

@@ -117,6 +117,7 @@ def in_turn(processes: list[P], jobs: int) -> Iterator[P]:
     """Start them, ``jobs`` at a time, and measure one at a time, while the others are stopped; each as it ends."""
     waiting, running = list(processes), list[P]()
     current: P | None = None
+    before = signal.signal(signal.SIGTERM, _end)
     try:
         while waiting or running:
             while waiting and len(running) < jobs and current is None:
@@ -139,6 +140,13 @@ def in_turn(processes: list[P], jobs: int) -> Iterator[P]:
             time.sleep(0.05)
     finally:
         _send(signal.SIGKILL, running)
+        for process in running:
+            process.process.wait()
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end(number: int, frame: Any) -> None:
+    raise SystemExit(128 + number)
 
 
 def _send(number: int, processes: Sequence[Process], but: Process | None = None) -> None:

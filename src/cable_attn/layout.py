@@ -17,7 +17,7 @@ class Layout:
     Keys are counted from 0 to ``key_length``, cached ones included; query ``i`` stands at key ``i + query_start``.
     ``key_mask`` [B, Tk] is true for real tokens and false for padding; ``document_ids`` [B, Tk] says which document of
     a pack a token belongs to, and tokens see only their own document; ``window`` limits the distance to window − 1.
-    ``known_positions`` [B or 1, Tq] spares counting them anew.
+    ``known_positions`` [B or 1, Tq] and ``known_waves`` (RoPE's cosines and sines) spare each layer computing them.
     """
 
     query_length: int
@@ -29,6 +29,7 @@ class Layout:
     key_mask: Tensor | None = None
     document_ids: Tensor | None = None
     known_positions: Tensor | None = None
+    known_waves: tuple[Tensor, Tensor] | None = None
 
     @property
     def is_square(self) -> bool:

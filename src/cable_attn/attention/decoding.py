@@ -159,7 +159,7 @@ def blank_summaries(k: Tensor, keys: int) -> tuple[Tensor, Tensor]:
 
 
 def _stages(row: int) -> int:
-    """Of the pipeline, for keys of so many bytes. Two read plain keys faster than one, three slower. With potentials the
+    """Of the pipeline, for keys of so many bytes: two read plain keys faster than one or three. With potentials the
     compiler has loads under way by itself, and one is best."""
     return min(2, 1 + PREFETCHED // (2 * KEY_BLOCK * row))
 

@@ -1,7 +1,8 @@
 """``cable bench decode`` and ``cable bench prefill``: how fast a model reads a long prompt and goes on with it.
 
-Decoding is measured as it is fastest: a static cache of one size for all lengths, the step compiled and replayed as a
-CUDA graph, the next token chosen on the GPU. What is said so must be what the model says without a cache.
+Decoding is measured as it is fastest: a static cache, the step compiled and replayed as a CUDA graph, the next token
+chosen on the GPU. One cache with room for the longest prompt serves all lengths; PyTorch's own kernels, which read all
+of it, get one for each length. What is said so must be what the model says without a cache.
 """
 
 from __future__ import annotations
@@ -87,6 +88,12 @@ def _parts(name: str) -> tuple[str, str]:
     return model, backend
 
 
+def shares(name: str, lengths: list[int], steps: int) -> list[list[int]]:
+    """The lengths that are measured with one cache."""
+    reads_all = _parts(name)[1] in ("sdpa", *PYTORCH_KERNELS)
+    return [[length] for length in lengths] if steps and reads_all else [lengths]
+
+
 def _fresh(size: str, encoding: str) -> Any:
     own = {"max_position_embeddings": LEARNED_POSITIONS} if encoding == "learnable" else {}
     return CableGPTForCausalLM(CableGPTConfig.preset(size, encoding=encoding, **own))
@@ -135,8 +142,8 @@ class Decoder:
     def __init__(self, model: Any, batch: int, longest: int, steps: int, compile: bool = True):
         """longest: of the prompts; steps: behind it, at most."""
         self.model, self.batch = model, batch
-        room = -(-(longest + steps + WARM + 1) // 64) * 64
-        self.cache = StaticCache(config=model.config, max_cache_len=room)
+        self.room = -(-(longest + steps + WARM + 1) // 64) * 64
+        self.cache = StaticCache(config=model.config, max_cache_len=self.room)
         self.step: Callable[..., Any] = self._step
         if compile:
             self.step = torch.compile(self._step, mode="reduce-overhead", fullgraph=True)
@@ -207,19 +214,20 @@ def run(
         raise CableError(f"the text has {len(tokens)} tokens, {batch} × {max(lengths)} are wanted.")
     texts: dict[str, Tensor] = {}
     compared_at = max([n for n in lengths if n <= COMPARED], default=lengths[0]) if steps and compare else None
-    for name, made in models.items():
-        model = prepare(made(), precision)
+    for name, share in [(one, share) for one in models for share in shares(one, lengths, steps)]:
+        model = prepare(models[name](), precision)
         config = model.config
         about = {"bench": "decode" if steps else "prefill", "model": name, "encoding": config.encoding, "batch": batch}
         about |= {"prune": config.attention_prune, "parameters": model.num_parameters(), "precision": precision}
         about |= origin(Path(_parts(name)[0]))
         try:
             with _pytorch_kernel(name):
-                decoder = Decoder(model, batch, max(lengths), max(steps, compare), compile) if steps else None
+                decoder = Decoder(model, batch, max(share), max(steps, compare), compile) if steps else None
                 if decoder is not None:
-                    decoder.check(_prompt(model, batch, min(GATE, *lengths), tokens))
+                    about["room"] = decoder.room
+                    decoder.check(_prompt(model, batch, min(GATE, *share), tokens))
                 _wait_for_turn()
-                for length in lengths:
+                for length in share:
                     ids = _prompt(model, batch, length, tokens)
                     row = about | {"length": length}
                     row |= decoder.measure(ids, steps) if decoder else prefill(model, ids, piece)
@@ -279,10 +287,17 @@ class Measured(Process):
         return found if not self.process.returncode else [*found, {"model": self.name, "error": self.failure}]
 
 
-def run_in_turn(names: list[str], command: list[str], jobs: int) -> Iterator[dict[str, Any]]:
+def run_in_turn(
+    names: list[str], lengths: list[int], steps: int, command: list[str], jobs: int
+) -> Iterator[dict[str, Any]]:
     """The rows of ``cable bench COMMAND NAME`` for each name, several of which get ready at the same time."""
     with tempfile.TemporaryDirectory() as folder:
-        for process in in_turn([Measured(name, command, Path(folder)) for name in names], jobs):
+        made = [
+            Measured(name, [*command, "--lengths", ",".join(map(str, share))], Path(folder))
+            for name in names
+            for share in shares(name, lengths, steps)
+        ]
+        for process in in_turn(made, jobs):
             yield from process.rows()
 
 

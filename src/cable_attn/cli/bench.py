@@ -183,9 +183,9 @@ def _bench_generation(
     wanted = bench.choose(names, size, prune or None)
     chosen = numbers(lengths) if lengths else list(bench.LENGTHS)
     if jobs > 1:
-        told = ["--size", size, "--lengths", ",".join(map(str, chosen)), "--batch", str(batch), "--prune", str(prune)]
+        told = ["--size", size, "--batch", str(batch), "--prune", str(prune)]
         told += [] if text is None else ["--text", str(text)]
-        rows = bench.run_in_turn(names, [*command, *told], jobs)
+        rows = bench.run_in_turn(names, chosen, options.get("steps", 0), [*command, *told], jobs)
     else:
         tokens = None if text is None else torch.from_numpy(_token_ids(text))
         rows = bench.run(wanted, chosen, batch, tokens, precision=precision, **options)

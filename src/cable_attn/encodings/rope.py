@@ -68,14 +68,22 @@ class Rope(Encoding):
         index = torch.arange(dim // 2, device=device, dtype=widest(device))
         return 1 - ((index - low) / max(high - low, 1e-3)).clamp(0, 1)
 
+    def embed(self, x: Tensor, layout: Layout) -> Tensor:
+        layout.known_waves = self._cos_and_sin(x.dtype, layout)  # computed once for all layers
+        return x
+
     def rotate(self, q: Tensor, k: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-        wide = at_least_float32(q.dtype)
+        cos, sin = layout.known_waves or self._cos_and_sin(q.dtype, layout)
+        return _turn(q, cos, sin), _turn(k, cos, sin)
+
+    def _cos_and_sin(self, dtype: torch.dtype, layout: Layout) -> tuple[Tensor, Tensor]:
         waves = torch.ops.cable_attn.waves if torch.compiler.is_compiling() else _waves
-        cos, sin = (wave.to(wide) for wave in waves(layout.positions, self.frequencies(q.device)))
+        exact = waves(layout.positions, self.frequencies(layout.device))
+        cos, sin = (wave.to(at_least_float32(dtype)) for wave in exact)
         if self.scaling == "yarn":
             grow = 0.1 * math.log(self.factor) + 1
             cos, sin = cos * grow, sin * grow
-        return _turn(q, cos, sin), _turn(k, cos, sin)
+        return cos, sin
 
 
 def _waves(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
