@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -104,15 +105,17 @@ def jobs(generation: int) -> list[tuple]:
             todo.append((backward.backward_table, Tile(64, 64, 4, 2), {**flags, "BLOCK": 64}, data, generation))
     widest = [(dim, "fp32") for dim in (128, 256)] if generation < 100 else []
     for dim, data in [(dim, "bf16") for dim in (64, 128, 256) if generation < 100 or dim == 128] + widest:
-        stages = decoding._stages(dim * (2 if data == "bf16" else 4))
         flags = {**CABLE, **PLAIN, "PADDED": True, "D": dim, "BD": dim, "PRECISION": "tf32", "BM": 64, "BN": 64}
         flags |= {"GROUP": 4, "SPLITS": 32, "WIDTH": decoding.WIDTH, "NEAR_KEYS": pruning.NEAR}
-        flags |= {"SLACK_FACTOR": 1.001, "STAGES": stages}
-        tile = Tile(64, 64, 4, stages)
-        for one, pruned in [(False, False), (True, False), (False, True), (True, True)]:
-            variant = {**flags, "ONE": one, "KNOWN": pruned, "PRUNED": pruned, "BM": 1 if one else 32}
-            todo.append((decode_kernels.part, tile, variant, data, generation))
-        todo.append((decode_kernels.together, tile, flags, data, generation))
+        flags |= {"SLACK_FACTOR": 1.001}
+        for one, potential, pruned in product((False, True), (False, True), (False, True)):
+            if pruned and not potential:
+                continue
+            stages = decoding._stages(dim * (2 if data == "bf16" else 4), potential)
+            variant = {**flags, "ONE": one, "KNOWN": pruned, "PRUNED": pruned, "BM": 1 if one else 32, "STAGES": stages}
+            variant |= {"POTENTIAL": potential, "GAIN": potential}
+            todo.append((decode_kernels.part, Tile(64, 64, 4, stages), variant, data, generation))
+        todo.append((decode_kernels.together, Tile(64, 64, 4, 1), flags, data, generation))
     flags = {**CABLE, **PLAIN, "D": 64, "BD": 64, "PRECISION": "tf32", "BM": 64, "BN": 64}
     flags |= {
         "SUMS": True,

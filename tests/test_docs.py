@@ -96,8 +96,16 @@ def test_the_generation_tables_and_figure_are_made_from_rows(tmp_path):
     with (results / "decode.jsonl").open("a") as file:  # a run that came to nothing
         file.write(json.dumps({"model": "cable", "batch": 1, "error": "no memory", "commit": "later"}) + "\n")
     before = page.read_text()
-    result = CliRunner().invoke(app, ["bench", "report", "--docs", str(tmp_path), "--results", str(results)])
-    assert result.exit_code == 0 and page.read_text() == before
+    report = ["bench", "report", "--docs", str(tmp_path), "--results", str(results)]
+    assert CliRunner().invoke(app, report).exit_code == 0 and page.read_text() == before
+    with (results / "decode.jsonl").open("a") as file:  # one of some models: the others stay, beside their own RoPE
+        for model, value in (("rope", 8.0), ("nope", 4.0)):
+            row = {"model": model, "batch": 1, "length": 1024, "tokens_per_second": value, "ms": 1e3 / value}
+            file.write(json.dumps(row | {"commit": "later", "begun": 2}) + "\n")
+    assert CliRunner().invoke(app, report).exit_code == 0
+    text = page.read_text()
+    assert "| cable, pruned | 1 | 5 (1.25), 0.5 GiB | 5 (1.25), 0.5 GiB |" in text
+    assert "| nope | 1 | 4 (0.50) | – |" in text and "| rope | 1 | 8 (1.00) | – |" in text
 
 
 def test_the_reproduction_page_lists_every_study_with_its_cost():

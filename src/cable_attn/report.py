@@ -115,9 +115,10 @@ def generation_figure(decode: list[dict[str, Any]], prefill: list[dict[str, Any]
     names = list(dict.fromkeys(row["model"] for row in [*decode, *prefill]))
     for axes, (rows, key, label) in zip(panels, kinds):
         for n, name in enumerate(names):
-            own = [row for row in rows if row["model"] == name and row["batch"] == 1 and "error" not in row]
-            style = {"color": COLOURS[n % len(COLOURS)], "marker": MARKERS[n % len(MARKERS)], "linewidth": 1.5}
-            axes.plot([row["length"] for row in own], [row[key] for row in own], label=name, **style)
+            own = [row for row in rows if row["model"] == name and row["batch"] == 1]
+            own = [row for row in own if row.get("begun") == own[-1].get("begun")]  # the last run's
+            own.sort(key=lambda row: row["length"])
+            axes.plot([row["length"] for row in own], [row[key] for row in own], label=name, linewidth=1.5, **_style(n))
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xlabel("tokens of the prompt")
@@ -187,6 +188,12 @@ def _lines(curves: Curves, what: str, along: str) -> tuple[Any, Any]:
     return figure, axes
 
 
+def _style(n: int) -> dict[str, str]:
+    """Of the nth line of a figure with many."""
+    line = ("-", "--", ":")[n // len(COLOURS) % 3]
+    return {"color": COLOURS[n % len(COLOURS)], "marker": MARKERS[n % len(MARKERS)], "linestyle": line}
+
+
 def _mark_training(axes: Any, trained_at: int) -> None:
     axes.axvline(trained_at, color="0.6", linestyle=":", linewidth=1)
     axes.annotate("trained here", (trained_at, 0.97), xycoords=("data", "axes fraction"), xytext=(4, 0), **NOTE)
@@ -203,11 +210,9 @@ def perplexity_figure(results: Perplexities, trained_at: int, stem: Path) -> lis
             list(row),
             list(row.values()),
             label=name,
-            color=COLOURS[n % len(COLOURS)],
-            marker=MARKERS[n % len(MARKERS)],
-            linestyle="-" if n < len(COLOURS) else "--",
             linewidth=2.5 if n == 0 else 1.5,
             zorder=3 - n / 100,  # the first encoding lies on top
+            **_style(n),
         )
     _mark_training(axes, trained_at)
     lengths = sorted({length for row in results.values() for length in row})

@@ -220,12 +220,13 @@ def together(PARTS, TOPS, NORMS, O, sob, soh, sot, key_heads, Tq, splits, GROUP:
     part = tl.arange(0, SPLITS)
     od = tl.arange(0, BD)
     place = (bk.to(tl.int64) * splits + part) * BM + r
+    there = (part[:, None] < splits) & (od[None, :] < D)
     m = tl.load(TOPS + place, mask=part < splits, other=float("-inf"))
+    norms = tl.load(NORMS + place, mask=part < splits, other=0.0)
+    parts = tl.load(PARTS + place[:, None] * D + od[None, :], mask=there, other=0.0)
     top = tl.max(m, 0)
     weight = tl.exp2(m - tl.where(top == float("-inf"), 0.0, top))
-    norm = tl.sum(weight * tl.load(NORMS + place, mask=part < splits, other=0.0), 0)
-    there = (part[:, None] < splits) & (od[None, :] < D)
-    parts = tl.load(PARTS + place[:, None] * D + od[None, :], mask=there, other=0.0)
+    norm = tl.sum(weight * norms, 0)
     out = tl.sum(parts * weight[:, None], 0) / tl.where(norm > 0.0, norm, 1.0)
     where = O + (bk // key_heads).to(tl.int64) * sob + head * soh + (r % Tq) * sot + od
     tl.store(where, out.to(O.dtype.element_ty), mask=od < D)

@@ -95,7 +95,7 @@ def _decode(
     tops, norms = torch.empty(2, batch * key_heads, splits, rows, **wide)
     out = torch.empty(batch, queries, heads, dim, device=q.device, dtype=q.dtype).transpose(1, 2)
     width = padded(dim)
-    stages = 1 if c is not None else _stages(width * q.element_size())
+    stages = _stages(width * q.element_size(), c is not None)
     # A pointer that is never read stands in for what is absent.
     with current(q.device):
         decode_kernels.part[(splits, batch * key_heads)](
@@ -158,10 +158,10 @@ def blank_summaries(k: Tensor, keys: int) -> tuple[Tensor, Tensor]:
     return k.new_zeros(batch, heads, blocks, dim), k.new_zeros(batch, heads, blocks, 4, dtype=torch.float32)
 
 
-def _stages(row: int) -> int:
+def _stages(row: int, potential: bool) -> int:
     """Of the pipeline, for keys of so many bytes: two read plain keys faster than one or three. With potentials the
     compiler has loads under way by itself, and one is best."""
-    return min(2, 1 + PREFETCHED // (2 * KEY_BLOCK * row))
+    return 1 if potential else min(2, 1 + PREFETCHED // (2 * KEY_BLOCK * row))
 
 
 def _splits(programs: int, keys: int, device: torch.device) -> int:

@@ -27,6 +27,26 @@ def latest_by_size(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row for size in sizes for row in latest([row for row in rows if row["size"] == size])]
 
 
+def latest_by_model(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of the last run that measured each model, and those of RoPE in the same runs."""
+    rows = [named(row) for row in rows if "error" not in row]
+    last = {(row["model"], row["batch"]): _run(row) for row in rows}
+    compared = {run for (model, _), run in last.items() if not _is_rope(model)}
+    return [
+        row
+        for row in rows
+        if _run(row) == last[row["model"], row["batch"]] or (_is_rope(row["model"]) and _run(row) in compared)
+    ]
+
+
+def _run(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row.get("commit"), row.get("begun"), row["batch"], row.get("precision")
+
+
+def _is_rope(model: str) -> bool:
+    return re.match(r"rope\b", model) is not None
+
+
 def attention_markdown(rows: list[dict[str, Any]]) -> str:
     """Milliseconds forward / forward+backward for each shape, and the ratio of CABLE to each peer; the last run."""
     rows = latest(rows)
@@ -113,7 +133,7 @@ def _training_cell(row: dict[str, Any] | None, rope: dict[str, Any] | None) -> s
 def decode_markdown(rows: list[dict[str, Any]]) -> str:
     """Tokens per second, over RoPE's, and peak memory at each length of the prompt; then how texts compared."""
     table = _by_length(rows, "tokens_per_second", "{:,.0f}", lambda ours, ropes: ours / ropes)
-    compared = [named(row) for row in latest(rows) if row.get("compared")]
+    compared = [row for row in latest_by_model(rows) if row.get("compared")]
     return "\n".join([table, *([""] if compared else []), *map(_texts, compared)])
 
 
@@ -130,26 +150,23 @@ def prefill_markdown(rows: list[dict[str, Any]]) -> str:
 
 def _by_length(rows: list[dict[str, Any]], key: str, shape: str, faster: Callable[[float, float], float]) -> str:
     """A line for each model and number of texts; what is told of RoPE is its best of the same run."""
-    rows = [named(row) for row in latest(rows) if "error" not in row]
+    rows = latest_by_model(rows)
     lengths = sorted({row["length"] for row in rows})
     lines = ["| model | texts | " + " | ".join(f"{length:,}" for length in lengths) + " |"]
     lines.append("|---" * (len(lengths) + 2) + "|")
-
-    def run(row: dict[str, Any]) -> tuple[Any, ...]:
-        return row.get("begun"), row["batch"], row.get("precision")
 
     def cell(row: dict[str, Any] | None) -> str:
         if row is None:
             return "–"
         told = shape.format(row[key])
-        same = [other for other in rows if run(other) == run(row) and other["length"] == row["length"]]
-        ropes = [faster(row[key], other[key]) for other in same if re.match(r"rope\b", other["model"])]
+        same = [other for other in rows if _run(other) == _run(row) and other["length"] == row["length"]]
+        ropes = [faster(row[key], other[key]) for other in same if _is_rope(other["model"])]
         told += f" ({min(ropes):.2f})" if ropes else ""
         return told + (f", {row['peak_mib'] / 1024:.1f} GiB" if row.get("peak_mib") else "")
 
-    for own, model in dict.fromkeys((run(row), row["model"]) for row in rows):
-        found = {row["length"]: row for row in rows if (run(row), row["model"]) == (own, model)}
-        lines.append(f"| {model} | {own[1]} | " + " | ".join(cell(found.get(length)) for length in lengths) + " |")
+    for own, model in dict.fromkeys((_run(row), row["model"]) for row in rows):
+        found = {row["length"]: row for row in rows if (_run(row), row["model"]) == (own, model)}
+        lines.append(f"| {model} | {own[2]} | " + " | ".join(cell(found.get(length)) for length in lengths) + " |")
     return "\n".join(lines)
 
 

@@ -307,7 +307,7 @@ def bench_report(
         written += training_figure(rows, docs / "training")
     generation = [results / name for name in ("decode.jsonl", "prefill.jsonl")]
     if all(path.exists() for path in generation):
-        decode, prefill = (records.latest(records.read(path)) for path in generation)
+        decode, prefill = (records.latest_by_model(records.read(path)) for path in generation)
         written += generation_figure(decode, prefill, docs / "generation")
     if (results / "forget.jsonl").exists():
         written += forgetting_figure(records.latest(records.read(results / "forget.jsonl")), docs / "forgetting")

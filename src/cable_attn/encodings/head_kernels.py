@@ -148,9 +148,20 @@ def _gradient_of_weight(DY, X, PARTS, tokens, length, features, outputs, CHUNK_T
 @triton.jit
 def advance(X, W, BIAS, WG, BIASG, C, START, KMASK, GAINS, scb, sch, sct, heads, features, Tk, floor,
              GAIN: tl.constexpr, PADDED: tl.constexpr, BC: tl.constexpr):  # fmt: skip
-    """The step, the potential and the gain of one head of one new token."""
+    """The step, the potential and the gain of one head of one new token.
+
+    Everything is loaded before anything is summed: one wait for the memory instead of four.
+    """
     h = tl.program_id(0)
     b = tl.program_id(1)
+    start = tl.load(START).to(tl.int64)
+    place = C + b.to(tl.int64) * scb + h.to(tl.int64) * sch + start * sct
+    before = tl.load(place - sct, mask=start > 0, other=0.0)
+    bias = tl.load(BIAS + h).to(tl.float32)
+    if GAIN:
+        bias_of_gain = tl.load(BIASG + h).to(tl.float32)
+    if PADDED:
+        real = tl.load(KMASK + b.to(tl.int64) * Tk + start) != 0
     step = tl.zeros([BC], tl.float32)
     strength = tl.zeros([BC], tl.float32)
     for first in range(0, features, BC):
@@ -159,14 +170,11 @@ def advance(X, W, BIAS, WG, BIASG, C, START, KMASK, GAINS, scb, sch, sct, heads,
         step += x * tl.load(W + h * features + c, mask=c < features, other=0.0).to(tl.float32)
         if GAIN:
             strength += x * tl.load(WG + h * features + c, mask=c < features, other=0.0).to(tl.float32)
-    added = tl.maximum(tl.sum(step, 0) + tl.load(BIAS + h).to(tl.float32), 0.0)
-    start = tl.load(START).to(tl.int64)
+    added = tl.maximum(tl.sum(step, 0) + bias, 0.0)
     if PADDED:
-        added = tl.where(tl.load(KMASK + b.to(tl.int64) * Tk + start) != 0, added, 0.0)
-    place = C + b.to(tl.int64) * scb + h.to(tl.int64) * sch + start * sct
-    before = tl.load(place - sct, mask=start > 0, other=0.0)
+        added = tl.where(real, added, 0.0)
     tl.store(place, before + added.to(before.dtype))
     if GAIN:
-        s = tl.sum(strength, 0) + tl.load(BIASG + h).to(tl.float32)
+        s = tl.sum(strength, 0) + bias_of_gain
         gain = tl.maximum(s, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(s)))
         tl.store(GAINS + b * heads + h, gain + floor)
