@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported
 
 from cable_attn import CableBertConfig, CableGPTConfig
+from cable_attn.data.shards import Request, prepare
+from cable_attn.data.sources import open_source
+from cable_attn.data.tokenizers import find_tokenizer
 
 settings.register_profile("cable", deadline=None, derandomize=True, max_examples=25)
 settings.load_profile("cable")
@@ -22,6 +26,16 @@ SMALL = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_atten
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A few tokens of each split of the embedded corpus."""
+    folder = tmp_path_factory.mktemp("shards") / "embedded"
+    streams = open_source("embedded")
+    tokenizer = find_tokenizer("bpe:300", streams["test"](0))
+    prepare(folder, Request("embedded", "bpe:300", tokens=3000), streams, tokenizer)
+    return folder
 
 
 def small_gpt(encoding: str = "cable", **overrides: object) -> CableGPTConfig:

@@ -95,23 +95,17 @@ def test_demo_leaves_numbers_figure_and_checkpoints(run):
     }  # fmt: skip
 
 
-def test_demo_is_deterministic(run, tmp_path):
-    code, _, err = cable("demo", "--out", str(tmp_path), *SMALL)
-    assert code == 0, err
-    assert (tmp_path / "results.json").read_text() == (run / "results.json").read_text()
-
-
-def test_demo_keeps_what_is_done_and_can_add(run, tmp_path):
+def test_demo_keeps_what_is_done_and_can_add(run, tmp_path, in_process):
     out = tmp_path / "copy"
     shutil.copytree(run, out)
     before = (out / "cable-0" / "model.safetensors").stat().st_mtime_ns
-    code, _, err = cable("demo", "--out", str(out), *SMALL[:-1], "cable,nope")
+    code, _, err = in_process("demo", "--out", str(out), *SMALL[:-1], "cable,nope")
     assert code == 0, err
     assert (out / "cable-0" / "model.safetensors").stat().st_mtime_ns == before
     assert list(json.loads((out / "results.json").read_text())) == ["cable", "nope"]
 
 
-def test_a_killed_demo_goes_on_and_ends_the_same(run, tmp_path):
+def test_a_killed_demo_goes_on_and_ends_the_same(run, tmp_path, in_process):
     """kill −9 while it works; the second call ends with the numbers of the uninterrupted run."""
     process = start("demo", "--out", str(tmp_path), *SMALL)
     deadline = time.monotonic() + 120
@@ -123,33 +117,22 @@ def test_a_killed_demo_goes_on_and_ends_the_same(run, tmp_path):
     process.communicate()
     assert (tmp_path / "cable-0" / "evaluation.json").exists()
     assert not (tmp_path / "rope-0" / "evaluation.json").exists()
-    code, _, err = cable("demo", "--out", str(tmp_path), *SMALL)
+    code, _, err = in_process("demo", "--out", str(tmp_path), *SMALL)
     assert code == 0, err
     assert (tmp_path / "results.json").read_text() == (run / "results.json").read_text()
 
 
-def test_demo_on_own_text(tmp_path):
+def test_demo_on_own_text(tmp_path, in_process):
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog, and the dog sleeps on. " * 400)
-    code, _, err = cable(
-        "demo",
-        "--text",
-        str(text),
-        "--out",
-        str(tmp_path / "run"),
-        "--steps",
-        "2",
-        "--length",
-        "4",
-        "--encodings",
-        "alibi",
-    )
+    options = ["--steps", "2", "--length", "4", "--encodings", "alibi"]
+    code, _, err = in_process("demo", "--text", str(text), "--out", str(tmp_path / "run"), *options)
     assert code == 0, err
     assert list(json.loads((tmp_path / "run" / "results.json").read_text())) == ["alibi"]
 
 
-def test_eval(run):
-    code, out, err = cable("eval", str(run / "cable-0"), "--lengths", "16,64", "--tokens", "512")
+def test_eval(run, in_process):
+    code, out, err = in_process("eval", str(run / "cable-0"), "--lengths", "16,64", "--tokens", "512")
     assert code == 0, err
     assert re.search(r"64\s*│\s*\d+\.\d\d", out)
 

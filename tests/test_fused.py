@@ -100,7 +100,7 @@ def requests(draw):
 
 
 @given(request=requests())
-@settings(max_examples=45)
+@settings(max_examples=30)
 def test_every_request_equals_the_reference_with_all_gradients(request):
     queries, keys, kind, dim, options = request
     assert_equal_to_reference(leaves(queries, keys, kind, dim=dim), kind, **options)
@@ -138,10 +138,10 @@ def naive_half(tensors, kind):
     return [out, *torch.autograd.grad((out * noise).sum(), tensors)]
 
 
-def test_distances_are_accurate_a_million_tokens_into_a_text():
+def test_distances_are_accurate_far_into_a_text():
     """fp32 alone would be off by 3e-2 there; a gain of 1 and keys of 0 make the output show the bias itself."""
-    keys, near = 1_000_000, 64
-    c = torch.rand(1, 1, keys).double().cumsum(-1) * 0.3
+    keys, near = 200_000, 64
+    c = torch.rand(1, 1, keys).double().cumsum(-1) * 1.5
     q, k, v = torch.zeros(1, 1, 2, 16), torch.zeros(1, 1, keys, 16), torch.zeros(1, 1, keys, 16)
     v[..., -near:, :] = torch.randn(1, 1, near, 16)
     out = attention(q, k, v, PotentialBias(c), window=near - 1, backend="triton")
@@ -193,8 +193,8 @@ def test_log_sum_exp():
 
 def steep(queries, keys, causal, **extra):
     """A bias that falls fast, so that far keys can go: about one unit a token, gain 1."""
-    q, k, v = make_inputs(1, 2, 2, queries, keys, 16)
-    bias = PotentialBias(torch.rand(1, 2, keys).double().cumsum(-1) * 2, torch.rand(1, 2, queries) + 0.5)
+    q, k, v = make_inputs(1, 1, 1, queries, keys, 16)
+    bias = PotentialBias(torch.rand(1, 1, keys).double().cumsum(-1) * 2, torch.rand(1, 1, queries) + 0.5)
     layout = Layout(queries, keys, keys - queries, q.device, causal=causal, **extra)
     return make_call(q * 0.3, k * 0.3, v, bias, layout, prune=1e-3)
 
@@ -218,9 +218,8 @@ def test_pruning_drops_blocks_and_never_more_than_promised(causal, extra, monkey
     j = torch.arange(keys)
     for block in range(lo.shape[-1]):
         rows = slice(block * 64, (block + 1) * 64)
-        for h in range(2):
-            dropped = (j < lo[0, h, block]) | (j >= hi[0, h, block])
-            assert (exact[0, h, rows] * dropped).sum(-1).max() < 1e-3
+        dropped = (j < lo[0, 0, block]) | (j >= hi[0, 0, block])
+        assert (exact[0, 0, rows] * dropped).sum(-1).max() < 1e-3
     whole = attention(call.q, call.k, call.v, call.bias, causal=causal, backend="reference", **options)
     assert (out - whole).abs().max() < 2e-3 * call.v.abs().max()
 

@@ -44,9 +44,9 @@ passkey = 1
 
 
 @pytest.fixture
-def file(tmp_path) -> Path:
+def file(tmp_path, shards) -> Path:
     path = tmp_path / "small.toml"
-    path.write_text(TOML.replace("passkey = 1", ""))
+    path.write_text(TOML.replace("passkey = 1", "").replace("overrides = [", f'overrides = ["path={shards}",'))
     return path
 
 
@@ -75,24 +75,23 @@ def kill_at(moment: Path, arguments: list[str]) -> None:
 def test_a_study_killed_twice_goes_on_and_ends_the_same(file, tmp_path):
     """While a cell is read, and while the next one saves a checkpoint."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    done = subprocess.run(command("run", file, "--out", whole), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert study.run(study.load(str(file)), whole) == {}
     for moment in ("cable-0/config.json", "alibi-0/checkpoints/checkpoint-2"):
         kill_at(cut / moment, command("run", file, "--out", cut))
         assert (cut / moment).exists() and not (cut / "alibi-0" / "evaluation.json").exists()
-    done = subprocess.run(command("run", file, "--out", cut), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert study.run(study.load(str(file)), cut) == {}
     assert measured(cut) == measured(whole) and len(measured(cut)) == 2
 
 
 def test_a_failed_cell_does_not_stop_the_others_and_jobs_share_the_work(file, tmp_path):
     text = file.read_text() + '\n[variants]\nbroken = ["encoding=alibi", "path=nowhere"]\n'
+    text = text.replace('"cable", "alibi"]', '"cable"]')
     file.write_text(text.replace("tokens = 2000", 'tokens = 2000\npath = "embedded"'))
     out = tmp_path / "out"
-    done = subprocess.run(command("run", file, "--out", out, "--jobs", "2"), capture_output=True, text=True)
-    assert done.returncode == 1
-    assert re.search(r"broken-0 failed: .*nowhere", done.stdout)
-    assert set(measured(out)) == {"cable-0", "alibi-0"}
+    done = CliRunner().invoke(app, ["study", "run", str(file), "--out", str(out), "--jobs", "2"])
+    assert done.exit_code == 1
+    assert re.search(r"broken-0 failed: .*nowhere", done.output)
+    assert set(measured(out)) == {"cable-0"}
     assert "nowhere" in (out / "broken-0" / "failure.txt").read_text()
     again = CliRunner().invoke(app, ["study", "report", str(file), "--out", str(out)])
     assert again.exit_code == 0 and "Not done: broken-0" in again.output
@@ -350,12 +349,16 @@ def test_an_answer_counts_only_if_every_token_is_the_likeliest(tokenizer):
     assert rows == [{"length": 90, "depth": 0.5, "accuracy": 0.0, "samples": 2}]
 
 
-def test_training_mixes_passkey_texts_in(tmp_path):
+def test_training_mixes_passkey_texts_in(tmp_path, monkeypatch):
+    """And the next cell of a study finds the tokens that this one has made."""
     chosen = study.load("demo", ["passkey=0.5", "path=embedded", "vocab_size=400"]).cells()[0].recipe()
-    data = pretraining.load_data(chosen, tmp_path)
+    data = pretraining.load_data(chosen, tmp_path / "cable-0")
     texts = [data.tokenizer.decode(data.train[n]["input_ids"]) for n in range(60)]
     share = sum("What is the pass key? The pass key is" in text for text in texts) / 60
     assert 0.3 < share < 0.7
-    again = pretraining.load_data(chosen, tmp_path)
+    monkeypatch.setattr(pretraining, "find_tokenizer", None)  # nothing is made twice
+    (tmp_path / "alibi-0").mkdir()
+    again = pretraining.load_data(chosen, tmp_path / "alibi-0")
+    assert again.manifest == data.manifest
     assert torch.equal(again.train[3]["input_ids"], data.train[3]["input_ids"])
     assert torch.equal(data.train[3]["labels"], data.train[3]["input_ids"])

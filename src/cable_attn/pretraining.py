@@ -26,7 +26,7 @@ from torch.utils.data import Dataset, SequentialSampler, Subset
 from transformers import IntervalStrategy, PreTrainedModel, TrainerCallback, TrainingArguments, set_seed
 
 from cable_attn import adapting
-from cable_attn.data.shards import Request, Tokens, prepare, read_manifest
+from cable_attn.data.shards import Request, Tokens, holds, prepare, read_manifest
 from cable_attn.data.sources import open_source
 from cable_attn.data.tokenizers import find_tokenizer, load_tokenizer
 from cable_attn.data.windows import Masked, Order, TokenWindows
@@ -127,10 +127,16 @@ def load_data(recipe: Recipe, folder: Path) -> Data:
 
 
 def _prepare_embedded(path: Path, name: str) -> None:
-    """Made by one process with this tokenizer; the others find it done."""
-    if leads():
-        streams = open_source("embedded")
-        prepare(path, Request("embedded", name), streams, find_tokenizer(name, streams["train"](0)))
+    """Made by one process with this tokenizer; the others, and the runs beside this one, find it done."""
+    request = Request("embedded", name)
+    if leads() and not holds(path, request):
+        done = next((other for other in path.parent.parent.glob("*/data") if holds(other, request)), None)
+        if done is not None and not path.exists():
+            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+                shutil.copytree(done, Path(folder) / "data").rename(path)
+        else:
+            streams = open_source("embedded")
+            prepare(path, request, streams, find_tokenizer(name, streams["train"](0)))
     if dist.is_initialized():
         dist.barrier()
 

@@ -70,6 +70,20 @@ def prepare(
     return manifest
 
 
+def holds(folder: Path, request: Request) -> bool:
+    """Whether all that is asked for is there already."""
+    try:
+        manifest = read_manifest(folder)
+    except CableError:
+        return False
+    same = manifest["request"] == _asked(request) and manifest["tokenizer"]["name"] == request.tokenizer
+    return same and all(entry["complete"] for entry in manifest["splits"].values())
+
+
+def _asked(request: Request) -> dict[str, Any]:
+    return {key: value for key, value in asdict(request).items() if key != "tokenizer"}
+
+
 def import_tokens(
     folder: Path,
     files: dict[str, Path],
@@ -126,7 +140,7 @@ def _begin(
     save_tokenizer: Callable[[Path], None] | None = None,
 ) -> dict[str, Any]:
     """The manifest of this request: the one that is there, or a new one."""
-    asked = {key: value for key, value in asdict(request).items() if key != "tokenizer"}
+    asked = _asked(request)
     described = {"name": request.tokenizer, "vocab_size": vocab_size, "separator": separator}
     if (folder / MANIFEST).exists():
         manifest = read_manifest(folder)
