@@ -18,6 +18,12 @@ from .test_attention import make_inputs
 from .test_fused import _poison, pytestmark  # noqa: F401
 
 
+@pytest.fixture(autouse=True)
+def _judged(monkeypatch):
+    """Blocks are judged also in texts so short that all of them would be read."""
+    monkeypatch.setattr(decoding, "SHORT", 0)
+
+
 @given(st.data())
 @settings(max_examples=25, deadline=None)
 def test_a_few_queries_against_a_cache_equal_the_reference(data):
@@ -88,6 +94,19 @@ def test_pruned_decoding_reads_what_may_matter():
     with torch.no_grad():
         got = fused.run(make_call(q, k, v, bias, layout, prune=1e-4, summaries=summaries))
     torch.testing.assert_close(got, attention(q, k, v, bias, backend="reference"), atol=1e-3, rtol=0)
+
+
+def test_a_short_text_is_read_whole(monkeypatch):
+    monkeypatch.setattr(decoding, "SHORT", 2)
+    q, k, v = make_inputs(1, 1, 1, 1, 640, 16)
+    bias = PotentialBias(torch.arange(640)[None, None].double() / 50)
+    summaries = decoding.blank_summaries(k, 640)  # of nothing: whoever judged by them would find it weightless
+    layout = Layout(1, 640, 639, q.device)
+    with torch.no_grad():
+        pruned, whole = (
+            fused.run(make_call(q, k, v, bias, layout, prune=prune, summaries=summaries)) for prune in (0.5, None)
+        )
+    assert torch.equal(pruned, whole)
 
 
 def test_decoding_is_accurate_far_into_a_text():

@@ -202,8 +202,9 @@ def test_a_few_queries_against_a_cache(queries, keys, dim, dtype):
 
 @pytest.mark.parametrize(("group", "queries"), [(1, 1), (4, 1), (2, 3)])
 @pytest.mark.parametrize("known", [True, False])
-def test_pruned_decoding_skips_blocks_and_keeps_its_promise(group, queries, known):
+def test_pruned_decoding_skips_blocks_and_keeps_its_promise(group, queries, known, monkeypatch):
     """Far blocks are not read at all: what they hold may be anything."""
+    monkeypatch.setattr(decoding, "SHORT", 0)  # blocks are judged in a text as short as this one, too
     epsilon, keys, far = 1e-3, 8192 + 37, 4096
     start = keys - queries
     q, k, v, c, g = (t.detach() for t in leaves(queries, keys, 64, torch.bfloat16, heads=4 * group, key_heads=4))
@@ -223,8 +224,9 @@ def test_pruned_decoding_skips_blocks_and_keeps_its_promise(group, queries, know
     ("encoding", "prune"),
     [("cable", None), ("cable", 1e-4), ("cable-nw", 1e-4), *((name, None) for name in ("rope", "kerple-log", "fire"))],
 )
-def test_a_compiled_static_step_says_what_the_model_says(encoding, prune):
+def test_a_compiled_static_step_says_what_the_model_says(encoding, prune, monkeypatch):
     """CUDA graphs and all, past the ends of blocks, in bf16: a near tie may be decided either way."""
+    monkeypatch.setattr(decoding, "SHORT", 0)
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "attention_backend": "triton", "attention_prune": prune}
     model = stir(CableGPTForCausalLM(small_gpt(encoding, **sizes))).cuda().bfloat16().eval()

@@ -103,7 +103,7 @@ def part(Q, K, V, C, G, START, KMASK, DOCS, MEANS, NUMBERS, PARTS, TOPS, NORMS, 
          scb, sch, sct, key_heads, Tq, Tk, blocks, place, window, scale2, epsilon, GROUP: tl.constexpr, D: tl.constexpr,
          BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ONE: tl.constexpr, KNOWN: tl.constexpr,
          POTENTIAL: tl.constexpr, GAIN: tl.constexpr, KERNEL: tl.constexpr, WINDOW: tl.constexpr, PADDED: tl.constexpr,
-         PACKED: tl.constexpr, PRUNED: tl.constexpr, WIDTH: tl.constexpr, NEAR_KEYS: tl.constexpr,
+         PACKED: tl.constexpr, PRUNED: tl.constexpr, WIDTH: tl.constexpr, SHORT: tl.constexpr, NEAR_KEYS: tl.constexpr,
          SLACK_FACTOR: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """All queries that share a key head, over every so-manyth block of its keys.
 
@@ -164,8 +164,10 @@ def part(Q, K, V, C, G, START, KMASK, DOCS, MEANS, NUMBERS, PARTS, TOPS, NORMS, 
     behind = tl.cdiv(end, BN)
     if PRUNED:
         near = tl.maximum(start - NEAR_KEYS + 1, 0) // BN
+        short = behind - first <= SHORT * splits  # to judge would take longer than to read
         near_m, near_norm, near_acc = m, norm, acc
-        for block in range(near, start // BN + 1):  # Z is at least what these weigh; start: seen by every row
+        # Z is at least what these weigh: start is seen by every row
+        for block in range(tl.where(short, behind, near), start // BN + 1):
             near_m, near_norm, near_acc = _add_block(
                 near_m, near_norm, near_acc, block * BN, q, g, ci, at, row, tl.minimum(end, start + 1), C, K, V, KMASK, DOCS,
                 skt, svt, sct, head, sch, Tk, window, scale2, D, BD, BN, ONE, POTENTIAL, KERNEL, WINDOW, PADDED, PACKED,
@@ -176,9 +178,10 @@ def part(Q, K, V, C, G, START, KMASK, DOCS, MEANS, NUMBERS, PARTS, TOPS, NORMS, 
             near_m = top
         total = near_m + tl.log2(near_norm)  # −inf or not a number if a row sees nothing near: then all is needed
         some = tl.arange(0, WIDTH)
+        last = tl.where(short, 0, near)
         for group in range(first + split, behind, splits * WIDTH):
             judged = group + some * splits
-            needed = _needed(judged, near - first, total, q, g, ci, row, C, MEANS, NUMBERS, head, sch, sct, near, scale2,
+            needed = _needed(judged, near - first, total, q, g, ci, row, C, MEANS, NUMBERS, head, sch, sct, last, scale2,
                              epsilon, D, BD, BN, ONE, PRECISION, SLACK_FACTOR) & (judged < behind)  # fmt: skip
             bits = tl.sum(needed.to(tl.int32) << some, 0)
             for _ in tl.range(0, tl.sum(needed.to(tl.int32), 0), num_stages=STAGES):

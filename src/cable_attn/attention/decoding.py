@@ -31,6 +31,8 @@ PROGRAMS = 4
 """How many for each processor of the GPU."""
 WIDTH = 32
 """How many blocks are judged at once."""
+SHORT = 2
+"""With so many blocks for each program, all are read and none is judged."""
 PREFETCHED = 64 * 1024
 """Bytes of keys and values that one program has under way, about."""
 LOG2E = math.log2(math.e)
@@ -106,7 +108,7 @@ def _decode(
             0 if means is None else means.shape[2], place, window, scale * LOG2E, epsilon,
             GROUP=group, D=dim, BD=width, BM=rows, BN=KEY_BLOCK, ONE=one, KNOWN=start is None, POTENTIAL=c is not None,
             GAIN=g is not None, KERNEL=kernel, WINDOW=window > 0, PADDED=key_mask is not None,
-            PACKED=document_ids is not None, PRUNED=means is not None, WIDTH=WIDTH, NEAR_KEYS=pruning.NEAR,
+            PACKED=document_ids is not None, PRUNED=means is not None, WIDTH=WIDTH, SHORT=SHORT, NEAR_KEYS=pruning.NEAR,
             SLACK_FACTOR=pruning.SLACK, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", STAGES=stages,
             num_stages=stages, num_warps=4,
         )  # fmt: skip
