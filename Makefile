@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 # graph that an earlier version compiled may be used.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false TORCHINDUCTOR_FORCE_DISABLE_CACHES=1
 
-.PHONY: help setup demo test check fix clean
+.PHONY: help setup demo test check kernels fix clean
 
 help:  ## Show this help
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -38,6 +38,9 @@ check: setup  ## Lint, format, types, import contract
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+kernels: setup  ## Compile every version of the kernels for every kind of GPU (no GPU needed, minutes)
+	for generation in 80 90 100; do $(BIN)/python tests/compile_kernels.py $$generation --all || exit 1; done
 
 fix: setup  ## Let ruff mend what it can
 	$(BIN)/ruff check --fix .
