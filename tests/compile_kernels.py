@@ -132,6 +132,7 @@ def jobs(generation: int) -> list[tuple]:
     small += [pruning._summarise, pruning.summarise_new, pruning._bounds, pruning._rows] if hopper else []
     flags |= {"KNOWN": False, "ALL": False}
     small += [head_kernels.advance] if hopper else []
+    small += [head_kernels._steps_and_gains] if hopper else []
     small += [head_kernels._product, head_kernels._gradient_of_x, head_kernels._gradient_of_weight] if hopper else []
     return todo + [(kernel, Tile(64, 64, 4, 1), flags, "bf16", generation) for kernel in small]
 

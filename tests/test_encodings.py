@@ -10,9 +10,9 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from cable_attn import ENCODINGS, CableBertForMaskedLM, CableError, CableGPTForCausalLM
 from cable_attn.attention import attend, make_call
-from cable_attn.encodings import Geometry, find_encoding
+from cable_attn.encodings import Geometry, cable, find_encoding
 from cable_attn.encodings.cable import Cable
-from cable_attn.encodings.head_linear import advance, project
+from cable_attn.encodings.head_linear import advance, project, read
 from cable_attn.layout import Layout
 
 from . import oracle
@@ -494,7 +494,34 @@ def test_one_kernel_makes_the_bias_of_a_new_token(name, options, start, padded, 
         torch.testing.assert_close(got.g, wanted.g, atol=1e-6, rtol=1e-6)
 
 
-def test_the_operator_that_makes_it_is_well_behaved():
+@pytest.mark.parametrize(("name", "options"), [("cable", {"gain_floor": 0.1}), ("cable-nw", {}), ("k-cable", {})])
+@pytest.mark.parametrize("features", [40, 130])
+def test_one_kernel_makes_the_steps_and_gains_of_a_text(name, options, features, monkeypatch):
+    """While nothing learns; as exact as the numbers of half precision that it reads."""
+    encoding = ENCODINGS[name](Geometry(features, 5, 8, 32), **options)
+    for parameter in encoding.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    encoding, x = encoding.half(), torch.randn(2, 70, features).half()
+    used = []
+    monkeypatch.setattr(cable, "read", lambda *given: used.append(read(*given)) or used[-1])
+    with torch.no_grad():
+        steps, gain = encoding.steps_and_gain(x)
+        wanted, gain_wanted = encoding.double().steps_and_gain(x.double())
+    assert len(used) == 1
+    torch.testing.assert_close(steps, wanted.float(), atol=1e-5, rtol=1e-5)
+    assert (gain is None) == (gain_wanted is None)
+    if gain is not None:
+        torch.testing.assert_close(gain, gain_wanted.float(), atol=1e-5, rtol=1e-5)
+    encoding.half().steps_and_gain(x)
+    assert len(used) == 1, "what learns needs a backward pass"
+
+
+def test_the_operators_that_make_them_are_well_behaved():
     x, weight, bias = torch.randn(2, 1, 16), torch.randn(3, 16), torch.randn(3)
+    half = [value.half() for value in (x, weight, bias, weight, bias)]
+    for given in (half, [*half[:3], None, None]):
+        torch.library.opcheck(
+            torch.ops.cable_attn.steps_and_gains.default, (*given, 0.0), test_utils=("test_schema", "test_faketensor")
+        )
     operands = (x, weight, bias, weight, bias, torch.zeros(2, 3, 9).double(), torch.tensor(4), None, 0.0)
     torch.library.opcheck(advance, operands, test_utils=("test_schema", "test_faketensor"))

@@ -234,3 +234,15 @@ def test_a_compiled_static_step_says_what_the_model_says(encoding, prune, monkey
     torch.compiler.reset()
     decoder = generation.Decoder(model, batch=2, longest=300, steps=100)
     decoder.check(text, tokens=100)
+
+
+@pytest.mark.parametrize("tokens", [1, 777])
+def test_one_kernel_makes_the_steps_and_gains_of_a_text(tokens):
+    """While nothing learns, from weights and texts in bf16, as exact as these numbers are."""
+    encoding = Cable(Geometry(1024, 16, 64, 1024), gain_floor=0.1).cuda().bfloat16()
+    x = torch.randn(2, tokens, 1024, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        got = encoding.steps_and_gain(x)
+        wanted = encoding.double().steps_and_gain(x.double())
+    for ours, exact in zip(got, wanted):
+        torch.testing.assert_close(ours.double(), exact, atol=2e-5, rtol=2e-5)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from cable_attn.bias import PotentialBias
 from cable_attn.encodings.alibi import slopes
 from cable_attn.encodings.base import Geometry, PotentialEncoding, PotentialMemory
-from cable_attn.encodings.head_linear import HeadLinear, advance, may_advance, together
+from cable_attn.encodings.head_linear import HeadLinear, advance, may_advance, may_read, read, together
 from cable_attn.errors import CableError, require_known
 from cable_attn.layout import Layout
 
@@ -79,6 +79,11 @@ class CableNW(PotentialEncoding):
     def steps(self, x: Tensor) -> Tensor:
         return self.step(x).relu()
 
+    def steps_and_gain(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        if type(self).steps is CableNW.steps and type(self).gain is CableNW.gain and may_read(x, self.step):
+            return read(x, self.step, None)
+        return super().steps_and_gain(x)
+
     def bias(self, x: Tensor, layout: Layout, memory: PotentialMemory | None = None) -> PotentialBias:
         return _decoded(self, x, layout, memory) or super().bias(x, layout, memory)
 
@@ -123,6 +128,8 @@ class Cable(PotentialEncoding):
     def steps_and_gain(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         if type(self).steps is not Cable.steps or type(self).gain is not Cable.gain:
             return super().steps_and_gain(x)
+        if may_read(x, self.step, self.strength):
+            return read(x, self.step, self.strength, self.gain_floor)
         steps, strength = together(self.step, self.strength, x)
         return steps.relu(), nn.functional.softplus(strength) + self.gain_floor
 

@@ -37,6 +37,23 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     return y
 
 
+def steps_and_gains(
+    x: Tensor, step: Tensor, step_bias: Tensor, strength: Tensor | None, strength_bias: Tensor | None, floor: float
+) -> tuple[Tensor, Tensor]:
+    """Of x [B, T, C]: fp32 [B, H, T], the second empty without a strength. Nothing is kept for a backward pass."""
+    batch, length, features = x.shape
+    heads = step.shape[0]
+    steps = torch.empty(batch, heads, length, device=x.device, dtype=torch.float32)
+    gains = torch.empty(0 if strength is None else steps.shape, device=x.device, dtype=torch.float32)
+    # A pointer that is never read stands in for what is absent.
+    _steps_and_gains[(triton.cdiv(batch * length, TOKENS),)](
+        x, step, step_bias, step if strength is None else strength, step_bias if strength_bias is None else strength_bias,
+        steps, gains, batch * length, length, features, heads, floor, GAIN=strength is not None, BN=_padded(heads),
+        BT=TOKENS, BC=FEATURES, num_stages=3,
+    )  # fmt: skip
+    return steps, gains
+
+
 def gradients(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Of x and of the weight."""
     batch, length, features = x.shape
@@ -94,17 +111,52 @@ def _outputs(Y, n, t, length, outputs):
 
 
 @triton.jit
+def _add_product(y, x, w):
+    """w in fp32, or as x."""
+    if w.dtype == x.dtype:
+        y = tl.dot(x, tl.trans(w), y)
+    else:
+        w0, w1, w2 = _pieces(w, x.dtype)
+        y = tl.dot(x, tl.trans(w0), y)
+        y = tl.dot(x, tl.trans(w1), y)
+        y = tl.dot(x, tl.trans(w2), y)
+    return y
+
+
+@triton.jit
+def _softplus(s):
+    return tl.maximum(s, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(s)))
+
+
+@triton.jit
+def _steps_and_gains(X, W, BIAS, WG, BIASG, STEPS, GAINS, tokens, length, features, heads, floor, GAIN: tl.constexpr,
+                     BN: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    n = tl.arange(0, BN)
+    step = tl.zeros([BT, BN], tl.float32)
+    strength = tl.zeros([BT, BN], tl.float32)
+    for first in range(0, features, BC):
+        c = first + tl.arange(0, BC)
+        x = _load_x(X, t, c, tokens, features)
+        step = _add_product(step, x, _load_weight(W, n, c, heads, features))
+        if GAIN:
+            strength = _add_product(strength, x, _load_weight(WG, n, c, heads, features))
+    inside = (n[:, None] < heads) & (t[None, :] < tokens)
+    step += tl.load(BIAS + n, mask=n < heads, other=0.0).to(tl.float32)[None, :]
+    tl.store(_outputs(STEPS, n, t, length, heads), tl.trans(tl.maximum(step, 0.0)), mask=inside)
+    if GAIN:
+        strength += tl.load(BIASG + n, mask=n < heads, other=0.0).to(tl.float32)[None, :]
+        tl.store(_outputs(GAINS, n, t, length, heads), tl.trans(_softplus(strength) + floor), mask=inside)
+
+
+@triton.jit
 def _product(X, W, Y, tokens, length, features, outputs, BN: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr):
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     n = tl.arange(0, BN)
     y = tl.zeros([BT, BN], tl.float32)
     for first in range(0, features, BC):
         c = first + tl.arange(0, BC)
-        x = _load_x(X, t, c, tokens, features)
-        w0, w1, w2 = _pieces(_load_weight(W, n, c, outputs, features), x.dtype)
-        y = tl.dot(x, tl.trans(w0), y)
-        y = tl.dot(x, tl.trans(w1), y)
-        y = tl.dot(x, tl.trans(w2), y)
+        y = _add_product(y, _load_x(X, t, c, tokens, features), _load_weight(W, n, c, outputs, features))
     tl.store(_outputs(Y, n, t, length, outputs), tl.trans(y), mask=(n[:, None] < outputs) & (t[None, :] < tokens))
 
 
@@ -175,6 +227,4 @@ def advance(X, W, BIAS, WG, BIASG, C, START, KMASK, GAINS, scb, sch, sct, heads,
         added = tl.where(real, added, 0.0)
     tl.store(place, before + added.to(before.dtype))
     if GAIN:
-        s = tl.sum(strength, 0) + bias_of_gain
-        gain = tl.maximum(s, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(s)))
-        tl.store(GAINS + b * heads + h, gain + floor)
+        tl.store(GAINS + b * heads + h, _softplus(tl.sum(strength, 0) + bias_of_gain) + floor)

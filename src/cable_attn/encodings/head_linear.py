@@ -7,6 +7,7 @@ in fp32 and at the speed of memory.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -107,6 +108,43 @@ project.register_autograd(
     lambda ctx, grad: _project_backward(grad, *ctx.saved_tensors),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 )
+
+
+def may_read(x: Tensor, *layers: nn.Module | None) -> bool:
+    """Whether :func:`read` can stand in for these layers."""
+    served = (torch.bfloat16, torch.float16) if x.device.type == "cuda" else (torch.float16,)  # the interpreter
+    if x.dtype not in served or not may_advance(x, *layers):
+        return False
+    return all(layer is None or layer.weight.dtype == x.dtype for layer in layers)
+
+
+def read(x: Tensor, step: HeadLinear, strength: HeadLinear | None, floor: float = 0.0) -> tuple[Tensor, Tensor | None]:
+    """The steps and gains [B, H, T] of tokens x [B, T, C], with nothing kept for a backward pass. A single kernel:
+    behind a short prompt, each one counts."""
+    serve: Callable[..., tuple[Tensor, Tensor]] = (
+        _steps_and_gains if torch.compiler.is_compiling() else _steps_and_gains_now
+    )
+    second = (None, None) if strength is None else (strength.weight, strength.bias)
+    steps, gains = serve(x, step.weight, step.bias, *second, floor)
+    return steps, None if strength is None else gains
+
+
+def _steps_and_gains_now(
+    x: Tensor, step: Tensor, step_bias: Tensor, strength: Tensor | None, strength_bias: Tensor | None, floor: float
+) -> tuple[Tensor, Tensor]:
+    from cable_attn.encodings import head_kernels
+
+    with current(x.device):
+        return head_kernels.steps_and_gains(x.contiguous(), step, step_bias, strength, strength_bias, floor)
+
+
+_steps_and_gains = torch.library.custom_op("cable_attn::steps_and_gains", _steps_and_gains_now, mutates_args=())
+
+
+@_steps_and_gains.register_fake
+def _(x, step, step_bias, strength, strength_bias, floor):  # type: ignore[no-untyped-def]
+    shape = (x.shape[0], step.shape[0], x.shape[1])
+    return (x.new_empty(shape, dtype=torch.float32), x.new_empty(0 if strength is None else shape, dtype=torch.float32))
 
 
 def may_advance(x: Tensor, *layers: nn.Module | None) -> bool:
