@@ -72,7 +72,7 @@ def test_the_benchmark_report_is_made_from_the_stored_rows(tmp_path):
 
 def test_the_generation_tables_and_figure_are_made_from_rows(tmp_path):
     results = tmp_path / "results"
-    shutil.copytree(ROOT / "benchmarks/results", results)
+    results.mkdir()
     for kind, key in (("decode", "tokens_per_second"), ("prefill", "seconds_to_first_token")):
         rows = [
             {"model": model, "batch": 1, "length": length, key: value, "ms": 1e3 / value, "peak_mib": 512}
@@ -92,7 +92,6 @@ def test_the_generation_tables_and_figure_are_made_from_rows(tmp_path):
     assert "| cable, pruned | 1 | 5.000 s (0.40), 0.5 GiB |" in page.read_text()
     assert "| rope, 8,192 at a time | 1 | 4.000 s (1.00), 0.5 GiB |" in page.read_text()
     assert (tmp_path / "generation.png").stat().st_size > 1000
-    (results / "attention.jsonl").unlink()
     with (results / "decode.jsonl").open("a") as file:  # a run that came to nothing
         file.write(json.dumps({"model": "cable", "batch": 1, "error": "no memory", "commit": "later"}) + "\n")
     before = page.read_text()

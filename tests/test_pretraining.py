@@ -287,7 +287,7 @@ def test_the_training_benchmark_measures_one_cell_at_a_time(tmp_path, encodings,
     small = [TINY[0], "length=16", "micro_batch=2", "tokens_per_update=32", "vocab_size=2048", "workers=0"]
     settings = [part for setting in small for part in ("--set", setting)]
     results = tmp_path / "training.jsonl"
-    arguments = ["bench", "train", "--sizes", "tiny", "--encodings", encodings, "--steps", "200" if more else "20"]
+    arguments = ["bench", "train", "--sizes", "tiny", "--encodings", encodings, "--steps", "100" if more else "20"]
     result = CliRunner().invoke(app, [*arguments, *more, *settings, "--results", str(results)])
     assert result.exit_code == 0, result.output
     rows = records.read(results)

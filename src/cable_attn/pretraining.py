@@ -173,12 +173,18 @@ def plan(recipe: Recipe, devices: int = 1) -> dict[str, Any]:
     }
 
 
+_BLANKS: dict[str, PreTrainedModel] = {}
+
+
 def _blank(recipe: Recipe) -> PreTrainedModel:
     """Without memory for its weights."""
     if recipe.model.checkpoint:
         return adapting.make_blank(recipe.model)
-    with torch.device("meta"):
-        return make_model(recipe)
+    known = repr((recipe.model, recipe.data))  # many cells of a study differ in other things
+    if known not in _BLANKS:
+        with torch.device("meta"):
+            _BLANKS[known] = make_model(recipe)
+    return _BLANKS[known]
 
 
 def run(recipe: Recipe, folder: Path, resume: bool = False, watch: Watcher | None = None) -> dict[str, float]:
