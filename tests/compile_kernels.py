@@ -107,7 +107,7 @@ def jobs(generation: int) -> list[tuple]:
     widest = [(dim, "fp32") for dim in (128, 256)] if generation < 100 else []
     for dim, data in [(dim, "bf16") for dim in (64, 128, 256) if generation < 100 or dim == 128] + widest:
         flags = {**CABLE, **PLAIN, "PADDED": True, "D": dim, "BD": dim, "PRECISION": "tf32", "BM": 64, "BN": 64}
-        flags |= {"GROUP": 4, "SPLITS": 32, "WIDTH": decoding.WIDTH, "SHORT": 2, "NEAR_KEYS": pruning.NEAR}
+        flags |= {"GROUP": 4, "SPLITS": 32, "WIDTH": decoding.WIDTH, "SHORT": decoding.SHORT, "NEAR_KEYS": pruning.NEAR}
         flags |= {"SLACK_FACTOR": 1.001}
         for one, potential, pruned in product((False, True), (False, True), (False, True)):
             if pruned and not potential:

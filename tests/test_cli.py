@@ -304,14 +304,15 @@ def test_the_generation_benchmarks_measure_models_and_folders(checkpoint, tmp_pa
 
 
 def test_models_that_get_ready_together_are_measured_in_turn(checkpoint, tmp_path):
-    """PyTorch's kernels read all of a static cache, so each length has its own."""
+    """PyTorch's kernels read all of a static cache, so each length has its own; texts are compared behind one."""
     other = f"{checkpoint}@sdpa"
-    options = ["--lengths", "9,70", "--steps", "2", "--no-compiled", "--jobs", "2"]
+    options = ["--lengths", "9,70", "--steps", "2", "--no-compiled", "--jobs", "2", "--compare", "2"]
     done = CliRunner().invoke(app, ["bench", "decode", other, *options, "--results", str(tmp_path / "rows")])
     assert done.exit_code == 0, done.output
     rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
     rooms = {(row["model"], row["length"]): row["room"] for row in rows if row["tokens_per_second"] > 0}
     assert rooms == {(other, 9): 64, (other, 70): 128}
+    assert {row["length"]: row.get("as_dynamic") for row in rows} == {9: None, 70: 2}
 
 
 def test_a_model_that_fails_in_a_benchmark_does_not_stop_the_others(checkpoint, tmp_path, monkeypatch):

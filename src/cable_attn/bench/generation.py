@@ -94,6 +94,11 @@ def shares(name: str, lengths: list[int], steps: int) -> list[list[int]]:
     return [[length] for length in lengths] if steps and reads_all else [lengths]
 
 
+def _compared_at(lengths: list[int]) -> int:
+    """The prompt behind which texts are compared: the longest that is not too long for it, or the first."""
+    return max([length for length in lengths if length <= COMPARED], default=lengths[0])
+
+
 def _fresh(size: str, encoding: str) -> Any:
     own = {"max_position_embeddings": LEARNED_POSITIONS} if encoding == "learnable" else {}
     return CableGPTForCausalLM(CableGPTConfig.preset(size, encoding=encoding, **own))
@@ -213,7 +218,6 @@ def run(
     if tokens is not None and len(tokens) < batch * max(lengths):
         raise CableError(f"the text has {len(tokens)} tokens, {batch} × {max(lengths)} are wanted.")
     texts: dict[str, Tensor] = {}
-    compared_at = max([n for n in lengths if n <= COMPARED], default=lengths[0]) if steps and compare else None
     for name, share in [(one, share) for one in models for share in shares(one, lengths, steps)]:
         model = prepare(models[name](), precision)
         config = model.config
@@ -231,7 +235,7 @@ def run(
                     ids = _prompt(model, batch, length, tokens)
                     row = about | {"length": length}
                     row |= decoder.measure(ids, steps) if decoder else prefill(model, ids, piece)
-                    if decoder and length == compared_at:
+                    if decoder and compare and length == _compared_at(lengths):
                         row |= _compared(decoder, ids, compare, name, texts)
                     yield row
         except GateError:
@@ -288,12 +292,17 @@ class Measured(Process):
 
 
 def run_in_turn(
-    names: list[str], lengths: list[int], steps: int, command: list[str], jobs: int
+    names: list[str], lengths: list[int], command: list[str], jobs: int, steps: int = 0, compare: int = 0
 ) -> Iterator[dict[str, Any]]:
     """The rows of ``cable bench COMMAND NAME`` for each name, several of which get ready at the same time."""
+
+    def told(share: list[int]) -> list[str]:
+        options = ["--lengths", ",".join(map(str, share))]
+        return options + (["--compare", str(compare)] if compare and _compared_at(lengths) in share else [])
+
     with tempfile.TemporaryDirectory() as folder:
         made = [
-            Measured(name, [*command, "--lengths", ",".join(map(str, share))], Path(folder))
+            Measured(name, [*command, *told(share)], Path(folder))
             for name in names
             for share in shares(name, lengths, steps)
         ]

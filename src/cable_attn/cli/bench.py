@@ -141,7 +141,7 @@ def bench_decode(
     cable bench decode rope runs/medium --prune 1e-4     a trained one as well, pruned and not
     ```
     """
-    own = ["--steps", str(steps), "--compiled" if compiled else "--no-compiled", "--compare", str(compare)]
+    own = ["--steps", str(steps), "--compiled" if compiled else "--no-compiled"]
     own += ["--precision", precision] if precision else []
     chosen = {"steps": steps, "compile": compiled, "compare": compare}
     _bench_generation(["decode", *own], models, size, lengths, batch, prune, text, results, jobs, precision, chosen)
@@ -185,7 +185,8 @@ def _bench_generation(
     if jobs > 1:
         told = ["--size", size, "--batch", str(batch), "--prune", str(prune)]
         told += [] if text is None else ["--text", str(text)]
-        rows = bench.run_in_turn(names, chosen, options.get("steps", 0), [*command, *told], jobs)
+        steps, compare = options.get("steps", 0), options.get("compare", 0)
+        rows = bench.run_in_turn(names, chosen, [*command, *told], jobs, steps, compare)
     else:
         tokens = None if text is None else torch.from_numpy(_token_ids(text))
         rows = bench.run(wanted, chosen, batch, tokens, precision=precision, **options)
