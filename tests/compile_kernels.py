@@ -114,7 +114,7 @@ def jobs(generation: int) -> list[tuple]:
                 continue
             stages = decoding._stages(dim * (2 if data == "bf16" else 4), potential)
             variant = {**flags, "ONE": one, "KNOWN": pruned, "PRUNED": pruned, "BM": 1 if one else 32, "STAGES": stages}
-            variant |= {"POTENTIAL": potential, "GAIN": potential}
+            variant |= {"POTENTIAL": potential, "GAIN": potential, "TOKEN": one and potential, "BC": decoding.FEATURES}
             todo.append((decode_kernels.part, Tile(64, 64, 4, stages), variant, data, generation))
         todo.append((decode_kernels.together, Tile(64, 64, 4, 1), flags, data, generation))
     flags = {**CABLE, **PLAIN, "D": 64, "BD": 64, "PRECISION": "tf32", "BM": 64, "BN": 64}
@@ -131,7 +131,7 @@ def jobs(generation: int) -> list[tuple]:
     small = [kernels.split_potential, backward.potential_columns, backward.row_dots] if hopper else []
     small += [pruning._summarise, pruning.summarise_new, pruning._bounds, pruning._rows] if hopper else []
     flags |= {"KNOWN": False, "ALL": False}
-    small += [head_kernels.advance] if hopper else []
+    small += [decode_kernels.advance] if hopper else []
     small += [head_kernels._steps_and_gains] if hopper else []
     small += [head_kernels._product, head_kernels._gradient_of_x, head_kernels._gradient_of_weight] if hopper else []
     return todo + [(kernel, Tile(64, 64, 4, 1), flags, "bf16", generation) for kernel in small]

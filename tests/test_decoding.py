@@ -10,7 +10,7 @@ from transformers import DynamicCache, StaticCache
 
 from cable_attn import CableGPTForCausalLM, PotentialBias, attention
 from cable_attn.attention import decoding, fused, make_call
-from cable_attn.bias import FunctionBias, ToeplitzBias
+from cable_attn.bias import FunctionBias, NewToken, ToeplitzBias, TokenBias
 from cable_attn.layout import Layout
 
 from .conftest import small_gpt, stir
@@ -122,6 +122,51 @@ def test_the_decoding_operator_has_a_true_shape():
     c = torch.rand(2, 4, 70).double().cumsum(-1)
     operands = (q, k, v, c, torch.rand(2, 4, 1), torch.tensor(60), 0, *[None] * 4, 0.25, 0, 0, 0.0)
     torch.library.opcheck(torch.ops.cable_attn.decode.default, operands, test_utils=("test_schema", "test_faketensor"))
+
+
+def _new_token(batch, heads, features, gain=True):
+    weight, bias = torch.randn(2, heads, features) / 4, torch.randn(2, heads)
+    strength = (weight[1], bias[1]) if gain else (None, None)
+    return NewToken(torch.randn(batch, 1, features), weight[0], bias[0], *strength, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("key_heads", "kernel", "gain", "masked", "start", "window"),
+    [(4, None, True, False, 150, None), (4, "log", True, True, 64, None), (4, None, False, False, 0, None),
+     (4, None, True, True, 150, 40), (2, None, True, True, 150, None)],
+)  # fmt: skip
+def test_the_kernel_that_attends_makes_the_step_of_a_new_token(
+    key_heads, kernel, gain, masked, start, window, monkeypatch
+):
+    """Where each head has keys of its own; otherwise one more kernel does. What is stored beyond the token stays."""
+    torch.manual_seed(0)
+    q, k, v = make_inputs(2, 4, key_heads, 1, 200, 16)
+    c = torch.rand(2, 4, 200).double().cumsum(-1)
+    mask = torch.ones(2, 200, dtype=torch.bool)
+    mask[0, 3], mask[1, start] = False, False
+    token, place = _new_token(2, 4, 40, gain), torch.tensor(start)
+    options = {"key_mask": mask if masked else None, "window": window, "query_start": place}
+    if key_heads == 4:
+        monkeypatch.setattr(decoding, "_advanced", None)
+    said = []
+    for backend in ("reference", "triton"):
+        stored = c.clone()
+        bias = TokenBias(stored, place, token, options["key_mask"], kernel)
+        with torch.no_grad():
+            said.append((attention(q, k, v, bias, backend=backend, **options), stored))
+    torch.testing.assert_close(said[1][0], said[0][0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(said[1][1], said[0][1], atol=1e-6, rtol=1e-6)
+    others = torch.arange(200) != start
+    assert torch.equal(said[1][1][..., others], c[..., others])
+
+
+def test_the_operators_of_a_new_token_say_what_they_write():
+    q, k, v = make_inputs(2, 4, 4, 1, 70, 16)
+    c, start, token = torch.rand(2, 4, 70).double().cumsum(-1), torch.tensor(60), _new_token(2, 4, 40)
+    operands = (q, k, v, c, None, start, 0, *[None] * 4, 0.25, 0, 0, 0.0, *token)
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.cable_attn.decode_token.default, operands, test_utils=tests)
+    torch.library.opcheck(decoding.advance, (c, start, None, *token), test_utils=tests)
 
 
 @pytest.mark.parametrize(

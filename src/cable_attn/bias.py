@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,6 +78,56 @@ class PotentialBias(Bias):
             g = self.g if self.g.shape[-1] == 1 else self.g[..., i]
             b = -g.unsqueeze(-1) * distance
         return KERNELS[self.kernel](b) if self.kernel else b
+
+
+class NewToken(NamedTuple):
+    """What the step and the gain of one token x [B, 1, C] are made of: weights [H, C] and biases [H]."""
+
+    x: Tensor
+    step: Tensor
+    step_bias: Tensor
+    strength: Tensor | None
+    strength_bias: Tensor | None
+    floor: float
+    """Is added to the gain; without a strength there is none."""
+
+
+@dataclass(frozen=True)
+class TokenBias(Bias):
+    """The potential bias of one new token whose step and gain are still to be made: the kernel that attends can make
+    them on its way.
+
+    c: the stored potential [B, H, Tk], into which the token's is written at ``start``. key_mask: [B, Tk]; a token that
+    is not real adds nothing.
+    """
+
+    c: Tensor
+    start: Tensor
+    token: NewToken
+    key_mask: Tensor | None = None
+    kernel: str | None = None
+
+    def settled(self) -> PotentialBias:
+        """The same, made now; it may be made again."""
+        x, step, step_bias, strength, strength_bias, floor = self.token
+        at = self.start.reshape(1)
+        with torch.autocast(x.device.type, enabled=False):
+            added = _projected(x, step, step_bias).relu()
+            gain = None
+            if strength is not None and strength_bias is not None:
+                gain = torch.nn.functional.softplus(_projected(x, strength, strength_bias)) + floor
+        if self.key_mask is not None:
+            added = added * self.key_mask.index_select(1, at).unsqueeze(1)
+        before = self.c.index_select(2, (at - 1).clamp(min=0)) * (at > 0)
+        self.c.index_copy_(2, at, before + added.to(self.c.dtype))
+        return PotentialBias(self.c, gain, self.kernel)
+
+    def rows(self, i: Tensor, j: Tensor, query_start: Index = 0) -> Tensor:
+        return self.settled().rows(i, j, query_start)
+
+
+def _projected(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return torch.nn.functional.linear(x.float(), weight.float(), bias.float()).transpose(1, 2)
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,8 @@ def make_call(
 
 def attend(call: Call, backend: str = "auto") -> Tensor:
     """Serve a checked call."""
-    return choose(call, backend)[0].run(call)
+    chosen = choose(call, backend)[0]
+    return chosen.run(call if chosen is fused else call.settled())
 
 
 def choose(call: Call, backend: str = "auto") -> tuple[ModuleType, list[str]]:

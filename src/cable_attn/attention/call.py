@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from cable_attn.bias import Bias, PotentialBias
+from cable_attn.bias import Bias, PotentialBias, TokenBias
 from cable_attn.errors import CableError
 from cable_attn.layout import Layout
 
@@ -44,6 +44,10 @@ class Call:
     def groups(self) -> int:
         """Query heads per key head."""
         return self.q.shape[1] // self.k.shape[1]
+
+    def settled(self) -> Call:
+        """The same with a bias whose parts are all there."""
+        return replace(self, bias=self.bias.settled()) if isinstance(self.bias, TokenBias) else self
 
     def indices(self, rows: range, *, only_visible: bool = False) -> tuple[Tensor, Tensor]:
         """The queries of ``rows`` and the keys, as index tensors; ``only_visible`` leaves out keys past the rows."""
@@ -95,7 +99,7 @@ def check(call: Call) -> None:
 def _check_prune(call: Call) -> None:
     if not 0 < call.prune < 1:  # type: ignore[operator]
         raise CableError(f"prune must lie between 0 and 1 (the weight that a row may lose), got {call.prune}.")
-    if not isinstance(call.bias, PotentialBias):
+    if not isinstance(call.bias, (PotentialBias, TokenBias)):
         raise CableError("prune needs a potential bias: only one that falls with distance bounds what lies far away.")
     if call.bias.kernel is not None:
         raise CableError(

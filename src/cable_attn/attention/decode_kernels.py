@@ -9,9 +9,54 @@ from cable_attn.attention.kernels import LOG2E, LOG_KERNEL, _visible
 
 
 @triton.jit
+def _next_step(X, W, BIAS, WG, BIASG, KMASK, PLACE, sct, start, b, h, features, floor, GAIN: tl.constexpr,
+               PADDED: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+    """The potential and the gain of head h of the new token of text b, behind that of the token before at PLACE − sct.
+
+    Everything is loaded before anything is summed: one wait for the memory instead of four.
+    """
+    bias = tl.load(BIAS + h).to(tl.float32)
+    bias_of_gain = tl.full([], 0.0, tl.float32)
+    if GAIN:
+        bias_of_gain = tl.load(BIASG + h).to(tl.float32)
+    step = tl.zeros([BC], tl.float32)
+    strength = tl.zeros([BC], tl.float32)
+    for first in range(0, features, BC):
+        c = first + tl.arange(0, BC)
+        x = tl.load(X + b * features + c, mask=c < features, other=0.0).to(tl.float32)
+        step += x * tl.load(W + h * features + c, mask=c < features, other=0.0).to(tl.float32)
+        if GAIN:
+            strength += x * tl.load(WG + h * features + c, mask=c < features, other=0.0).to(tl.float32)
+    before = tl.load(PLACE - sct, mask=start > 0, other=0.0)
+    real = start >= 0
+    if PADDED:
+        real = tl.load(KMASK + start) != 0
+    added = tl.where(real, tl.maximum(tl.sum(step, 0) + bias, 0.0), 0.0)
+    gain = tl.full([], 1.0, tl.float32)
+    if GAIN:
+        s = tl.sum(strength, 0) + bias_of_gain
+        gain = tl.maximum(s, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(s))) + floor
+    return before + added.to(before.dtype), gain
+
+
+@triton.jit
+def advance(X, W, BIAS, WG, BIASG, C, START, KMASK, GAINS, scb, sch, sct, heads, features, Tk, floor,
+            GAIN: tl.constexpr, PADDED: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+    """The step, the potential and the gain of one head of one new token."""
+    h = tl.program_id(0).to(tl.int64)
+    b = tl.program_id(1).to(tl.int64)
+    start = tl.load(START).to(tl.int64)
+    place = C + b * scb + h * sch + start * sct
+    c, g = _next_step(X, W, BIAS, WG, BIASG, KMASK + b * Tk, place, sct, start, b, h, features, floor, GAIN, PADDED, BC)
+    tl.store(place, c)
+    if GAIN:
+        tl.store(GAINS + b * heads + h, g)
+
+
+@triton.jit
 def _add_block(m, norm, acc, n, q, g, ci, at, row, end, C, K, V, KMASK, DOCS, skt, svt, sct, head, sch, Tk, window, scale2,
                D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, ONE: tl.constexpr, POTENTIAL: tl.constexpr,
-               KERNEL: tl.constexpr, WINDOW: tl.constexpr, PADDED: tl.constexpr, PACKED: tl.constexpr,
+               TOKEN: tl.constexpr, KERNEL: tl.constexpr, WINDOW: tl.constexpr, PADDED: tl.constexpr, PACKED: tl.constexpr,
                PRECISION: tl.constexpr):  # fmt: skip
     """The keys from n on, added to what has been seen.
 
@@ -28,6 +73,8 @@ def _add_block(m, norm, acc, n, q, g, ci, at, row, end, C, K, V, KMASK, DOCS, sk
         x = tl.sum(k.to(tl.float32) * q[None, :], 1) * scale2
         if POTENTIAL:
             cj = tl.load(C + head * sch + j64 * sct, mask=j < end, other=0.0).to(tl.float64)
+            if TOKEN:
+                cj = tl.where(j == at, ci, cj)  # what is stored there may not be its own yet
             bias = g * (ci - cj).to(tl.float32)
         seen = _visible(at, j, KMASK, DOCS, Tk, window, True, WINDOW, PADDED, PACKED)
     else:
@@ -99,15 +146,15 @@ def _needed(block, candidates, total, q, g, ci, row, C, MEANS, NUMBERS, head, sc
 
 
 @triton.jit
-def part(Q, K, V, C, G, START, KMASK, DOCS, MEANS, NUMBERS, PARTS, TOPS, NORMS, sqb, sqh, sqt, skb, skh, skt, svb, svh, svt,
-         scb, sch, sct, key_heads, Tq, Tk, blocks, place, window, scale2, epsilon, GROUP: tl.constexpr, D: tl.constexpr,
-         BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ONE: tl.constexpr, KNOWN: tl.constexpr,
-         POTENTIAL: tl.constexpr, GAIN: tl.constexpr, KERNEL: tl.constexpr, WINDOW: tl.constexpr, PADDED: tl.constexpr,
+def part(Q, K, V, C, G, START, KMASK, DOCS, MEANS, NUMBERS, PARTS, TOPS, NORMS, X, W, BIAS, WG, BIASG, sqb, sqh, sqt, skb,
+         skh, skt, svb, svh, svt, scb, sch, sct, key_heads, Tq, Tk, blocks, place, window, scale2, epsilon, features, floor,
+         TOKEN: tl.constexpr, BC: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
+         BN: tl.constexpr, ONE: tl.constexpr, KNOWN: tl.constexpr, POTENTIAL: tl.constexpr, GAIN: tl.constexpr, KERNEL: tl.constexpr, WINDOW: tl.constexpr, PADDED: tl.constexpr,
          PACKED: tl.constexpr, PRUNED: tl.constexpr, WIDTH: tl.constexpr, SHORT: tl.constexpr, NEAR_KEYS: tl.constexpr,
          SLACK_FACTOR: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """All queries that share a key head, over every so-manyth block of its keys.
 
-    Row r is query r % Tq of head r // Tq of the group.
+    Row r is query r % Tq of head r // Tq of the group. TOKEN: with one row, its potential and gain are made here.
     """
     split = tl.program_id(0)
     splits = tl.num_programs(0)
@@ -132,7 +179,14 @@ def part(Q, K, V, C, G, START, KMASK, DOCS, MEANS, NUMBERS, PARTS, TOPS, NORMS, 
         q = tl.load(Q + b * sqb + head * sqh + od, mask=od < D, other=0.0).to(tl.float32)
         g = tl.full([], 1.0, tl.float32)
         ci = tl.full([], 0.0, tl.float64)
-        if POTENTIAL:
+        if TOKEN:
+            stored = C + head * sch + at.to(tl.int64) * sct
+            c, g = _next_step(
+                X, W, BIAS, WG, BIASG, KMASK, stored, sct, start, b, head, features, floor, GAIN, PADDED, BC
+            )
+            tl.store(stored, c, mask=split == 0)
+            ci = c.to(tl.float64)
+        elif POTENTIAL:
             ci = tl.load(C + head * sch + at * sct).to(tl.float64)
             if GAIN:
                 g = tl.load(G + bk)
@@ -170,7 +224,7 @@ def part(Q, K, V, C, G, START, KMASK, DOCS, MEANS, NUMBERS, PARTS, TOPS, NORMS, 
         for block in range(tl.where(short, behind, near), start // BN + 1):
             near_m, near_norm, near_acc = _add_block(
                 near_m, near_norm, near_acc, block * BN, q, g, ci, at, row, tl.minimum(end, start + 1), C, K, V, KMASK, DOCS,
-                skt, svt, sct, head, sch, Tk, window, scale2, D, BD, BN, ONE, POTENTIAL, KERNEL, WINDOW, PADDED, PACKED,
+                skt, svt, sct, head, sch, Tk, window, scale2, D, BD, BN, ONE, POTENTIAL, TOKEN, KERNEL, WINDOW, PADDED, PACKED,
                 PRECISION)  # fmt: skip
         if ONE:
             top = tl.max(near_m, 0)
@@ -190,13 +244,13 @@ def part(Q, K, V, C, G, START, KMASK, DOCS, MEANS, NUMBERS, PARTS, TOPS, NORMS, 
                 one = ((lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) & 255) - 127  # its logarithm
                 m, norm, acc = _add_block(
                     m, norm, acc, (group + one * splits) * BN, q, g, ci, at, row, end, C, K, V, KMASK, DOCS, skt, svt, sct,
-                    head, sch, Tk, window, scale2, D, BD, BN, ONE, POTENTIAL, KERNEL, WINDOW, PADDED, PACKED,
+                    head, sch, Tk, window, scale2, D, BD, BN, ONE, POTENTIAL, TOKEN, KERNEL, WINDOW, PADDED, PACKED,
                     PRECISION)  # fmt: skip
     else:
         for block in tl.range(first + split, behind, splits, num_stages=STAGES):
             m, norm, acc = _add_block(
                 m, norm, acc, block * BN, q, g, ci, at, row, end, C, K, V, KMASK, DOCS, skt, svt, sct, head, sch, Tk, window,
-                scale2, D, BD, BN, ONE, POTENTIAL, KERNEL, WINDOW, PADDED, PACKED, PRECISION)  # fmt: skip
+                scale2, D, BD, BN, ONE, POTENTIAL, TOKEN, KERNEL, WINDOW, PADDED, PACKED, PRECISION)  # fmt: skip
 
     if ONE:
         top = tl.max(m, 0)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from cable_attn.attention.call import Call
 from cable_attn.attention.operands import masks, padded, potential, rows_of_numbers
-from cable_attn.bias import Index, PotentialBias
+from cable_attn.bias import Index, PotentialBias, TokenBias
 from cable_attn.devices import current
 
 ROWS = 32
@@ -33,6 +34,8 @@ WIDTH = 32
 """How many blocks are judged at once."""
 SHORT = 2
 """With so many blocks for each program, all are read and none is judged."""
+FEATURES = 1024
+"""A token's step and gain are made by every program that attends for it, of up to so many features; of more, once."""
 PREFETCHED = 64 * 1024
 """Bytes of keys and values that one program has under way, about."""
 LOG2E = math.log2(math.e)
@@ -46,18 +49,31 @@ def serves(call: Call) -> bool:
 
 
 def run(call: Call) -> Tensor:
+    layout, token = call.layout, None
+    if isinstance(call.bias, TokenBias):
+        if call.groups == 1 and call.bias.token.x.shape[-1] <= FEATURES:
+            token = call.bias.token
+        else:
+            call = replace(call, bias=_advanced(call.bias))
     c, g, kernel = potential(call)
-    layout = call.layout
     if call.bias is not None and c is None:  # of one query any bias is a potential: what all its keys share cancels
         c = call.bias.rows(*call.indices(range(1)), layout.query_start).squeeze(2).expand(*call.q.shape[:2], -1)
     means, numbers = None, None
     if call.prune and call.summaries is not None and layout.document_ids is None:
         means, numbers = call.summaries
-    serve: Callable[..., Tensor] = torch.ops.cable_attn.decode if torch.compiler.is_compiling() else _decode
+    serve: Callable[..., Tensor] = _decode
+    if torch.compiler.is_compiling():
+        serve = torch.ops.cable_attn.decode if token is None else torch.ops.cable_attn.decode_token
     return serve(
         *rows_of_numbers(call.q, call.k, call.v), c, g, *_place(layout.query_start), *masks(layout), means, numbers,
-        call.scale, layout.window or 0, kernel, call.prune or 0.0,
+        call.scale, layout.window or 0, kernel, call.prune or 0.0, *(token or ()),
     )  # fmt: skip
+
+
+def _advanced(bias: TokenBias) -> PotentialBias:
+    """Settled by a single kernel."""
+    gain = advance(bias.c, bias.start, bias.key_mask, *bias.token)
+    return PotentialBias(bias.c, None if bias.token.strength is None else gain, bias.kernel)
 
 
 def _place(start: Index) -> tuple[Tensor | None, int]:
@@ -80,9 +96,16 @@ def _decode(
     window: int,
     kernel: int,
     epsilon: float,
+    x: Tensor | None = None,
+    step: Tensor | None = None,
+    step_bias: Tensor | None = None,
+    strength: Tensor | None = None,
+    strength_bias: Tensor | None = None,
+    floor: float = 0.0,
 ) -> Tensor:
     """Causal attention of q [B, H, Tq, D]; the first query stands at key ``start``, an integer on the device, or
-    ``place``. means, numbers: what :func:`summarise` has written."""
+    ``place``. means, numbers: what :func:`summarise` has written.
+    x and so on: a :class:`~cable_attn.bias.NewToken`, the only query, whose potential is then written into c."""
     from cable_attn.attention import decode_kernels, pruning
 
     batch, heads, queries, dim = q.shape
@@ -98,19 +121,20 @@ def _decode(
     out = torch.empty(batch, queries, heads, dim, device=q.device, dtype=q.dtype).transpose(1, 2)
     width = padded(dim)
     stages = _stages(width * q.element_size(), c is not None)
+    features = 16 if x is None else x.shape[-1]
     # A pointer that is never read stands in for what is absent.
     with current(q.device):
         decode_kernels.part[(splits, batch * key_heads)](
-            q, k, v, q if c is None else c, q if g is None else g, q if start is None else start,
-            q if key_mask is None else key_mask, q if document_ids is None else document_ids,
-            q if means is None else means, q if numbers is None else numbers, parts, tops, norms, *q.stride()[:3],
+            q, k, v, *(q if some is None else some for some in (c, g, start, key_mask, document_ids, means, numbers)),
+            parts, tops, norms,
+            *(q if some is None else some for some in (x, step, step_bias, strength, strength_bias)), *q.stride()[:3],
             *k.stride()[:3], *v.stride()[:3], *((0, 0, 0) if c is None else c.stride()), key_heads, queries, keys,
-            0 if means is None else means.shape[2], place, window, scale * LOG2E, epsilon,
-            GROUP=group, D=dim, BD=width, BM=rows, BN=KEY_BLOCK, ONE=one, KNOWN=start is None, POTENTIAL=c is not None,
-            GAIN=g is not None, KERNEL=kernel, WINDOW=window > 0, PADDED=key_mask is not None,
-            PACKED=document_ids is not None, PRUNED=means is not None, WIDTH=WIDTH, SHORT=SHORT, NEAR_KEYS=pruning.NEAR,
-            SLACK_FACTOR=pruning.SLACK, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", STAGES=stages,
-            num_stages=stages, num_warps=4,
+            0 if means is None else means.shape[2], place, window, scale * LOG2E, epsilon, features, floor,
+            TOKEN=x is not None, BC=padded(features), GROUP=group, D=dim, BD=width, BM=rows, BN=KEY_BLOCK, ONE=one,
+            KNOWN=start is None, POTENTIAL=c is not None, GAIN=g is not None or strength is not None, KERNEL=kernel,
+            WINDOW=window > 0, PADDED=key_mask is not None, PACKED=document_ids is not None, PRUNED=means is not None,
+            WIDTH=WIDTH, SHORT=SHORT, NEAR_KEYS=pruning.NEAR, SLACK_FACTOR=pruning.SLACK, STAGES=stages,
+            PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_stages=stages, num_warps=4,
         )  # fmt: skip
         decode_kernels.together[(batch * key_heads, group * queries)](
             parts, tops, norms, out, *out.stride()[:3], key_heads, queries, splits, GROUP=group, D=dim, BD=width,
@@ -119,13 +143,52 @@ def _decode(
     return out
 
 
-_operator = torch.library.custom_op("cable_attn::decode", _decode, mutates_args=())
+_operators = (
+    torch.library.custom_op("cable_attn::decode", _decode, mutates_args=()),
+    torch.library.custom_op("cable_attn::decode_token", _decode, mutates_args=("c",)),
+)
 
 
-@_operator.register_fake
-def _(q, *rest):  # type: ignore[no-untyped-def]
+def _shape_of_output(q, *rest):  # type: ignore[no-untyped-def]
     batch, heads, queries, dim = q.shape
     return q.new_empty(batch, queries, heads, dim).transpose(1, 2)
+
+
+for _operator in _operators:
+    _operator.register_fake(_shape_of_output)
+
+
+@torch.library.custom_op("cable_attn::advance", mutates_args=("c",))
+def advance(
+    c: Tensor,
+    start: Tensor,
+    key_mask: Tensor | None,
+    x: Tensor,
+    step: Tensor,
+    step_bias: Tensor,
+    strength: Tensor | None,
+    strength_bias: Tensor | None,
+    floor: float,
+) -> Tensor:
+    """Write the potential of one new token into c, as :class:`~cable_attn.bias.TokenBias` says; its gain [B, H, 1]."""
+    from cable_attn.attention import decode_kernels
+
+    batch, heads, features = x.shape[0], step.shape[0], x.shape[2]
+    gain = torch.empty(batch, heads, 1, device=x.device, dtype=torch.float32)
+    # A pointer that is never read stands in for what is absent.
+    with current(x.device):
+        decode_kernels.advance[(heads, batch)](
+            x.contiguous(), step, step_bias, step if strength is None else strength,
+            step_bias if strength_bias is None else strength_bias, c, start, x if key_mask is None else key_mask, gain,
+            *c.stride(), heads, features, c.shape[2], floor, GAIN=strength is not None, PADDED=key_mask is not None,
+            BC=min(padded(features), FEATURES), num_warps=4,
+        )  # fmt: skip
+    return gain
+
+
+@advance.register_fake
+def _(c, start, key_mask, x, step, *rest):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape[0], step.shape[0], 1, dtype=torch.float32)
 
 
 @torch.library.custom_op("cable_attn::summarise", mutates_args=("means", "numbers"))

@@ -13,7 +13,7 @@ from cable_attn.attention import decoding
 from cable_attn.attention.call import BLOCK_ELEMENTS, Call
 from cable_attn.attention.operands import masks, padded, potential, rows_of_numbers
 from cable_attn.attention.tiles import INTERPRETED, USES_COLUMNS, Tile, Tiles, generation, tiles_for
-from cable_attn.bias import Bias, FunctionBias, PotentialBias, ToeplitzBias
+from cable_attn.bias import Bias, FunctionBias, PotentialBias, ToeplitzBias, TokenBias
 from cable_attn.devices import TRITON, current, interpreting
 
 NAME = "triton"
@@ -44,7 +44,7 @@ def refuses(call: Call) -> str | None:
         return f"head dimensions must be multiples of 8 from 16 to {LARGEST_HEAD}, the same for q, k and v"
     if call.mix is not None:
         return "this encoding changes the scores themselves (mix), and the fused kernels do not hand them out"
-    if call.bias is not None and not isinstance(call.bias, (PotentialBias, ToeplitzBias, FunctionBias)):
+    if call.bias is not None and not isinstance(call.bias, (PotentialBias, TokenBias, ToeplitzBias, FunctionBias)):
         return f"the fused kernels take no {type(call.bias).__name__}"
     if call.scale <= 0:
         return f"the fused kernels need a positive scale, got {call.scale}"
@@ -80,7 +80,7 @@ def defers(call: Call) -> str | None:
 
 
 def run(call: Call) -> Tensor:
-    return decoding.run(call) if decoding.serves(call) else _fused(call)[0]
+    return decoding.run(call) if decoding.serves(call) else _fused(call.settled())[0]
 
 
 def log_sum_exp(call: Call) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cable_attn.attention.call import Call
-from cable_attn.bias import PotentialBias
+from cable_attn.bias import PotentialBias, TokenBias
 from cable_attn.layout import Layout
 
 KERNELS = {None: 0, "log": 1}
@@ -15,6 +15,8 @@ KERNELS = {None: 0, "log": 1}
 def potential(call: Call) -> tuple[Tensor | None, Tensor | None, int]:
     """c [B, H, Tk], g [B, H, Tq] and the number of κ; nothing of a bias that is not of this form."""
     bias = call.bias
+    if isinstance(bias, TokenBias):
+        return bias.c, None, KERNELS[bias.kernel]
     if not isinstance(bias, PotentialBias):
         return None, None, 0
     batch, heads, queries, _ = call.q.shape

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from cable_attn.bias import Bias, PotentialBias, prefix_sum
+from cable_attn.bias import Bias, PotentialBias, TokenBias, prefix_sum
 from cable_attn.errors import unknown
 from cable_attn.layout import Layout
 
@@ -104,7 +104,7 @@ class PotentialEncoding(Encoding):
         """Both, for an encoding that has them cheaper together."""
         return self.steps(x), self.gain(x)
 
-    def bias(self, x: Tensor, layout: Layout, memory: PotentialMemory | None = None) -> PotentialBias:
+    def bias(self, x: Tensor, layout: Layout, memory: PotentialMemory | None = None) -> PotentialBias | TokenBias:
         steps, gain = self.steps_and_gain(x)
         if layout.query_mask is not None:
             steps = steps * layout.query_mask.unsqueeze(1)

@@ -19,10 +19,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from cable_attn.bias import PotentialBias
+from cable_attn.bias import NewToken, PotentialBias, TokenBias
 from cable_attn.encodings.alibi import slopes
 from cable_attn.encodings.base import Geometry, PotentialEncoding, PotentialMemory
-from cable_attn.encodings.head_linear import HeadLinear, advance, may_advance, may_read, read, together
+from cable_attn.encodings.head_linear import HeadLinear, are_plain, may_read, read, together
 from cable_attn.errors import CableError, require_known
 from cable_attn.layout import Layout
 
@@ -36,20 +36,18 @@ def _fill(parameter: Tensor, values: Tensor) -> None:
             parameter.copy_(values)
 
 
-def _decoded(
-    encoding: CableNW | Cable, x: Tensor, layout: Layout, memory: PotentialMemory | None
-) -> PotentialBias | None:
-    """The bias of one new token behind a cache of fixed size, if a single kernel can make it."""
+def _decoded(encoding: CableNW | Cable, x: Tensor, layout: Layout, memory: PotentialMemory | None) -> TokenBias | None:
+    """The bias of one new token behind a cache of fixed size, for the kernel that attends to make."""
     room = memory.room(layout) if memory is not None else None
     own = type(encoding) in (CableNW, Cable, KCable)
     strength = encoding.strength if isinstance(encoding, Cable) else None
-    if room is None or not own or layout.document_ids is not None or not may_advance(x, encoding.step, strength):
+    if room is None or not own or layout.document_ids is not None or not are_plain(x, encoding.step, strength):
         return None
-    second = (None, None) if strength is None else (strength.weight, strength.bias)
+    strong = (None, None) if strength is None else (strength.weight, strength.bias)
     floor = encoding.gain_floor if isinstance(encoding, Cable) else 0.0
-    place = layout.query_start
-    gain = advance(x, encoding.step.weight, encoding.step.bias, *second, room, place, layout.key_mask, floor)
-    return PotentialBias(room, None if strength is None else gain, encoding.kernel)
+    assert isinstance(layout.query_start, Tensor)
+    token = NewToken(x.contiguous(), encoding.step.weight, encoding.step.bias, strong[0], strong[1], floor)
+    return TokenBias(room, layout.query_start, token, layout.key_mask, encoding.kernel)
 
 
 class CableNW(PotentialEncoding):
@@ -84,7 +82,7 @@ class CableNW(PotentialEncoding):
             return read(x, self.step, None)
         return super().steps_and_gain(x)
 
-    def bias(self, x: Tensor, layout: Layout, memory: PotentialMemory | None = None) -> PotentialBias:
+    def bias(self, x: Tensor, layout: Layout, memory: PotentialMemory | None = None) -> PotentialBias | TokenBias:
         return _decoded(self, x, layout, memory) or super().bias(x, layout, memory)
 
 
@@ -122,7 +120,7 @@ class Cable(PotentialEncoding):
     def gain(self, x: Tensor) -> Tensor:
         return nn.functional.softplus(self.strength(x)) + self.gain_floor
 
-    def bias(self, x: Tensor, layout: Layout, memory: PotentialMemory | None = None) -> PotentialBias:
+    def bias(self, x: Tensor, layout: Layout, memory: PotentialMemory | None = None) -> PotentialBias | TokenBias:
         return _decoded(self, x, layout, memory) or super().bias(x, layout, memory)
 
     def steps_and_gain(self, x: Tensor) -> tuple[Tensor, Tensor | None]:

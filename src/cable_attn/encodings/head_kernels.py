@@ -195,36 +195,3 @@ def _gradient_of_weight(DY, X, PARTS, tokens, length, features, outputs, CHUNK_T
         dw = tl.dot(d2, x, dw)
     place = PARTS + (tl.program_id(1) * outputs + n).to(tl.int64)[:, None] * features + c[None, :]
     tl.store(place, dw, mask=(n[:, None] < outputs) & (c[None, :] < features))
-
-
-@triton.jit
-def advance(X, W, BIAS, WG, BIASG, C, START, KMASK, GAINS, scb, sch, sct, heads, features, Tk, floor,
-             GAIN: tl.constexpr, PADDED: tl.constexpr, BC: tl.constexpr):  # fmt: skip
-    """The step, the potential and the gain of one head of one new token.
-
-    Everything is loaded before anything is summed: one wait for the memory instead of four.
-    """
-    h = tl.program_id(0)
-    b = tl.program_id(1)
-    start = tl.load(START).to(tl.int64)
-    place = C + b.to(tl.int64) * scb + h.to(tl.int64) * sch + start * sct
-    before = tl.load(place - sct, mask=start > 0, other=0.0)
-    bias = tl.load(BIAS + h).to(tl.float32)
-    if GAIN:
-        bias_of_gain = tl.load(BIASG + h).to(tl.float32)
-    if PADDED:
-        real = tl.load(KMASK + b.to(tl.int64) * Tk + start) != 0
-    step = tl.zeros([BC], tl.float32)
-    strength = tl.zeros([BC], tl.float32)
-    for first in range(0, features, BC):
-        c = first + tl.arange(0, BC)
-        x = tl.load(X + b * features + c, mask=c < features, other=0.0).to(tl.float32)
-        step += x * tl.load(W + h * features + c, mask=c < features, other=0.0).to(tl.float32)
-        if GAIN:
-            strength += x * tl.load(WG + h * features + c, mask=c < features, other=0.0).to(tl.float32)
-    added = tl.maximum(tl.sum(step, 0) + bias, 0.0)
-    if PADDED:
-        added = tl.where(real, added, 0.0)
-    tl.store(place, before + added.to(before.dtype))
-    if GAIN:
-        tl.store(GAINS + b * heads + h, _softplus(tl.sum(strength, 0) + bias_of_gain) + floor)

@@ -113,7 +113,7 @@ project.register_autograd(
 def may_read(x: Tensor, *layers: nn.Module | None) -> bool:
     """Whether :func:`read` can stand in for these layers."""
     served = (torch.bfloat16, torch.float16) if x.device.type == "cuda" else (torch.float16,)  # the interpreter
-    if x.dtype not in served or not may_advance(x, *layers):
+    if x.dtype not in served or not are_plain(x, *layers):
         return False
     return all(layer is None or layer.weight.dtype == x.dtype for layer in layers)
 
@@ -147,43 +147,7 @@ def _(x, step, step_bias, strength, strength_bias, floor):  # type: ignore[no-un
     return (x.new_empty(shape, dtype=torch.float32), x.new_empty(0 if strength is None else shape, dtype=torch.float32))
 
 
-def may_advance(x: Tensor, *layers: nn.Module | None) -> bool:
-    """Whether :func:`advance` can stand in for these layers."""
+def are_plain(x: Tensor, *layers: nn.Module | None) -> bool:
+    """Whether kernels may make these layers' outputs for one token or all, from the weights as they are."""
     plain = all(layer is None or _is_plain(layer) for layer in layers)
     return plain and not torch.is_grad_enabled() and kernels_run_on(x.device) and x.dtype != torch.float64
-
-
-@torch.library.custom_op("cable_attn::advance", mutates_args=("c",))
-def advance(
-    x: Tensor,
-    step: Tensor,
-    step_bias: Tensor,
-    strength: Tensor | None,
-    strength_bias: Tensor | None,
-    c: Tensor,
-    start: Tensor,
-    key_mask: Tensor | None,
-    floor: float,
-) -> Tensor:
-    """One new token x [B, 1, C] at place ``start`` of the stored potential c [B, H, Tk], which is written there; the
-    gain [B, H, 1]. A single kernel: while decoding, each one counts."""
-    import triton
-
-    from cable_attn.encodings import head_kernels
-
-    batch, heads, features = x.shape[0], step.shape[0], x.shape[2]
-    gain = torch.empty(batch, heads, 1, device=x.device, dtype=torch.float32)
-    # A pointer that is never read stands in for what is absent.
-    with current(x.device):
-        head_kernels.advance[(heads, batch)](
-            x.contiguous(), step, step_bias, step if strength is None else strength,
-            step_bias if strength_bias is None else strength_bias, c, start, x if key_mask is None else key_mask, gain,
-            *c.stride(), heads, features, c.shape[2], floor, GAIN=strength is not None, PADDED=key_mask is not None,
-            BC=min(triton.next_power_of_2(features), 1024), num_warps=4,
-        )  # fmt: skip
-    return gain
-
-
-@advance.register_fake
-def _(x, step, step_bias, strength, strength_bias, c, start, key_mask, floor):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape[0], step.shape[0], 1, dtype=torch.float32)
