@@ -181,11 +181,10 @@ def part(Q, K, V, C, G, START, KMASK, DOCS, MEANS, NUMBERS, PARTS, TOPS, NORMS, 
         ci = tl.full([], 0.0, tl.float64)
         if TOKEN:
             stored = C + head * sch + at.to(tl.int64) * sct
-            c, g = _next_step(
+            own, g = _next_step(
                 X, W, BIAS, WG, BIASG, KMASK, stored, sct, start, b, head, features, floor, GAIN, PADDED, BC
             )
-            tl.store(stored, c, mask=split == 0)
-            ci = c.to(tl.float64)
+            ci = own.to(tl.float64)
         elif POTENTIAL:
             ci = tl.load(C + head * sch + at * sct).to(tl.float64)
             if GAIN:
@@ -259,6 +258,8 @@ def part(Q, K, V, C, G, START, KMASK, DOCS, MEANS, NUMBERS, PARTS, TOPS, NORMS, 
         tl.store(PARTS + where * D + od, tl.sum(acc * weight[:, None], 0), mask=od < D)
         tl.store(TOPS + where, top)
         tl.store(NORMS + where, tl.sum(norm * weight, 0))
+        if TOKEN:  # at the end: before the keys it would wait for the memory, and they for it
+            tl.store(stored, own, mask=split == 0)
     else:
         r = tl.arange(0, BM)
         where = (bk * splits + split).to(tl.int64) * BM + r
