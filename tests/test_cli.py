@@ -304,15 +304,21 @@ def test_the_generation_benchmarks_measure_models_and_folders(checkpoint, tmp_pa
 
 
 def test_models_that_get_ready_together_are_measured_in_turn(checkpoint, tmp_path):
-    """PyTorch's kernels read all of a static cache, so each length has its own; texts are compared behind one."""
-    other = f"{checkpoint}@sdpa"
-    options = ["--lengths", "9,70", "--steps", "2", "--no-compiled", "--jobs", "2", "--compare", "2"]
-    done = CliRunner().invoke(app, ["bench", "decode", other, *options, "--results", str(tmp_path / "rows")])
+    """The pruned one in a process of its own; texts are compared behind one prompt."""
+    options = ["--lengths", "9,70", "--steps", "2", "--no-compiled", "--jobs", "2", "--compare", "2", "--prune", "1e-3"]
+    done = CliRunner().invoke(app, ["bench", "decode", str(checkpoint), *options, "--results", str(tmp_path / "rows")])
     assert done.exit_code == 0, done.output
     rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
-    rooms = {(row["model"], row["length"]): row["room"] for row in rows if row["tokens_per_second"] > 0}
-    assert rooms == {(other, 9): 64, (other, 70): 128}
-    assert {row["length"]: row.get("as_dynamic") for row in rows} == {9: None, 70: 2}
+    texts = {(row["prune"], row["length"]): (row.get("as_dynamic"), row.get("as_unpruned")) for row in rows}
+    assert texts == {(None, 9): (None, None), (None, 70): (2, None), (1e-3, 9): (None, None), (1e-3, 70): (2, 2)}
+    assert all(row["tokens_per_second"] > 0 and row["room"] == 128 and "said" not in row for row in rows)
+
+
+def test_what_reads_all_of_a_static_cache_gets_one_for_each_length():
+    from cable_attn.bench import generation
+
+    assert generation.shares("rope@sdpa", [9, 70], 2) == [[9], [70]]
+    assert generation.shares("rope", [9, 70], 2) == generation.shares("rope@sdpa", [9, 70], 0) == [[9, 70]]
 
 
 def test_a_model_that_fails_in_a_benchmark_does_not_stop_the_others(checkpoint, tmp_path, monkeypatch):

@@ -141,9 +141,9 @@ def _numbers(stored: Path) -> Iterator[tuple[str, Numbers]]:
 
 def _one_run(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One text at a time, from the run that measured the most models: numbers of two runs are not compared."""
-    alone = [records.named(row) for row in records.latest(rows) if row.get("batch") == 1]
+    alone = [records.named(row) for row in records.latest(rows) if row.get("batch") == 1 and "error" not in row]
     runs: dict[Any, list[dict[str, Any]]] = {}
-    for row in alone:
+    for row in records.fastest(alone):
         runs.setdefault(row.get("begun"), []).append(row)
     return max(runs.values(), key=lambda own: len({row["model"] for row in own}), default=[])
 

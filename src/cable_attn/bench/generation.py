@@ -12,7 +12,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -57,7 +57,8 @@ class GateError(CableError):
 
 def choose(names: list[str], size: str, prune: float | None) -> dict[str, Callable[[], Any]]:
     """How to make each model: a folder's, or one with fresh weights, whose speed is that of trained ones but for what
-    pruning keeps. ``rope@sdpa``: with that backend. prune: those that can be pruned come a second time, pruned."""
+    pruning keeps. ``rope@sdpa``: with that backend. prune: those that can be pruned come a second time, pruned;
+    ``cable, pruned`` is the second alone."""
     if prune is not None and not 0 < prune < 1:
         raise CableError(f"prune must lie between 0 and 1 (the weight that a row may lose), got {prune}.")
     found: dict[str, Callable[[], Any]] = {}
@@ -76,9 +77,10 @@ def choose(names: list[str], size: str, prune: float | None) -> dict[str, Callab
         if backend:
             require_known("backend of a model", backend, [*BACKENDS, *PYTORCH_KERNELS])
             made = partial(_set, made, "attention_backend", "sdpa" if backend in PYTORCH_KERNELS else backend)
-        found[name] = made
+        if not name.endswith(PRUNED):
+            found[name] = made
         if prune and ENCODINGS_BY_NAME[encoding].prunable:
-            found[name + PRUNED] = partial(_set, made, "attention_prune", prune)
+            found[name.removesuffix(PRUNED) + PRUNED] = partial(_set, made, "attention_prune", prune)
     return found
 
 
@@ -213,11 +215,11 @@ def run(
 ) -> Iterator[dict[str, Any]]:
     """A row for each model and length: of decoding so many steps, or of reading the prompt alone, ``piece`` by piece.
 
-    compare: behind one prompt, how many of the first so many tokens are those of a dynamic cache, and without pruning.
+    compare: behind one prompt, how many of the first so many tokens are those of a dynamic cache; the text goes into
+    the row, for :func:`compare_pruned`.
     """
     if tokens is not None and len(tokens) < batch * max(lengths):
         raise CableError(f"the text has {len(tokens)} tokens, {batch} × {max(lengths)} are wanted.")
-    texts: dict[str, Tensor] = {}
     for name, share in [(one, share) for one in models for share in shares(one, lengths, steps)]:
         model = prepare(models[name](), precision)
         config = model.config
@@ -236,7 +238,7 @@ def run(
                     row = about | {"length": length}
                     row |= decoder.measure(ids, steps) if decoder else prefill(model, ids, piece)
                     if decoder and compare and length == _compared_at(lengths):
-                        row |= _compared(decoder, ids, compare, name, texts)
+                        row |= _compared(decoder, ids, compare)
                     yield row
         except GateError:
             raise
@@ -292,17 +294,28 @@ class Measured(Process):
 
 
 def run_in_turn(
-    names: list[str], lengths: list[int], command: list[str], jobs: int, steps: int = 0, compare: int = 0
+    names: Iterable[str],
+    lengths: list[int],
+    command: list[str],
+    jobs: int,
+    prune: float,
+    repeats: int,
+    steps: int = 0,
+    compare: int = 0,
 ) -> Iterator[dict[str, Any]]:
     """The rows of ``cable bench COMMAND NAME`` for each name, several of which get ready at the same time."""
 
-    def told(share: list[int]) -> list[str]:
+    def told(name: str, share: list[int], again: int) -> list[str]:
         options = ["--lengths", ",".join(map(str, share))]
-        return options + (["--compare", str(compare)] if compare and _compared_at(lengths) in share else [])
+        options += ["--prune", str(prune)] if name.endswith(PRUNED) else []
+        return options + (
+            ["--compare", str(compare)] if compare and not again and _compared_at(lengths) in share else []
+        )
 
     with tempfile.TemporaryDirectory() as folder:
         made = [
-            Measured(name, [*command, *told(share)], Path(folder))
+            Measured(name, [*command, *told(name, share, again)], Path(folder))
+            for again in range(repeats)
             for name in names
             for share in shares(name, lengths, steps)
         ]
@@ -348,11 +361,34 @@ def _go_on(model: Any, token: Tensor, cache: Any, steps: int) -> Tensor:
     return torch.cat(said, 1)
 
 
-def _compared(decoder: Decoder, ids: Tensor, tokens: int, name: str, texts: dict[str, Tensor]) -> dict[str, int]:
-    said = texts[name] = decoder.text(ids, tokens)
-    told = {"compared": tokens, "as_dynamic": _agreement(said, decoder.dynamic_text(ids, tokens))}
-    plain = texts.get(name.removesuffix(PRUNED)) if name.endswith(PRUNED) else None
-    return told if plain is None else {**told, "as_unpruned": _agreement(said, plain)}
+SAID = "said"
+"""What a model has said, in its row until texts have been compared."""
+
+
+def _compared(decoder: Decoder, ids: Tensor, tokens: int) -> dict[str, Any]:
+    said = decoder.text(ids, tokens)
+    return {
+        "compared": tokens,
+        "as_dynamic": _agreement(said, decoder.dynamic_text(ids, tokens)),
+        SAID: said.tolist(),
+    }
+
+
+def compare_pruned(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The rows without their texts; those of pruned models tell how much they say as without pruning."""
+    plain: dict[str, Tensor] = {}
+    waiting = []
+    for row in rows:
+        name, said = row["model"], row.get(SAID)
+        if said is not None and not name.endswith(PRUNED):
+            plain[name] = torch.tensor(row.pop(SAID))
+        if SAID in row:
+            waiting.append(row)
+        else:
+            yield row
+    for row in waiting:
+        said, other = torch.tensor(row.pop(SAID)), plain.get(row["model"].removesuffix(PRUNED))
+        yield row if other is None else row | {"as_unpruned": _agreement(said, other)}
 
 
 def _agreement(said: Tensor, other: Tensor) -> int:

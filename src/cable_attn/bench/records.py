@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections import ChainMap
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,21 @@ def latest_by_model(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     rows = [named(row) for row in rows if "error" not in row]
     last = {(row["model"], row["batch"]): _run(row) for row in rows}
     compared = {run for (model, _), run in last.items() if not _is_rope(model)}
-    return [
+    return fastest(
         row
         for row in rows
         if _run(row) == last[row["model"], row["batch"]] or (_is_rope(row["model"]) and _run(row) in compared)
-    ]
+    )
+
+
+def fastest(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each run, model and length: of several processes the fastest one's numbers."""
+    found: dict[Any, list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault((*_run(row), row["model"], row["length"]), []).append(row)
+    for same in found.values():
+        same.sort(key=lambda row: -(row.get("ms") or row["seconds_to_first_token"]))
+    return [dict(ChainMap(*reversed(same))) for same in found.values()]  # one of them has compared texts
 
 
 def _run(row: dict[str, Any]) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -112,6 +113,7 @@ Lengths = Annotated[str, typer.Option(help="Tokens of the prompt, with commas be
 Batch = Annotated[int, typer.Option(min=1, help="Texts at once.")]
 Prune = Annotated[float, typer.Option(min=0, help="ε: measure what can be pruned so as well; 0: not.")]
 Jobs = Annotated[int, typer.Option(min=1, help="Models that compile at the same time; they are measured one by one.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Processes for each model, if --jobs > 1; the fastest counts.")]
 Prompts = Annotated[Path | None, typer.Option(exists=True, help="A .npy file of token ids; default: random ones.")]
 
 
@@ -130,6 +132,7 @@ def bench_decode(
     ] = 0,
     precision: Annotated[str, typer.Option(help="bf16 or fp32; default: bf16 on a GPU.")] = "",
     jobs: Jobs = 1,
+    repeats: Repeats = 1,
     results: Annotated[Path, typer.Option(help="JSONL file to which the rows are added.")] = Path(
         "benchmarks/results/decode.jsonl"
     ),
@@ -144,7 +147,9 @@ def bench_decode(
     own = ["--steps", str(steps), "--compiled" if compiled else "--no-compiled"]
     own += ["--precision", precision] if precision else []
     chosen = {"steps": steps, "compile": compiled, "compare": compare}
-    _bench_generation(["decode", *own], models, size, lengths, batch, prune, text, results, jobs, precision, chosen)
+    _bench_generation(
+        ["decode", *own], models, size, lengths, batch, prune, text, results, (jobs, repeats), precision, chosen
+    )
 
 
 @bench_app.command(name="prefill")
@@ -157,18 +162,19 @@ def bench_prefill(
     text: Prompts = None,
     piece: Annotated[int, typer.Option(min=0, help="Tokens read at once; 0: the whole prompt.")] = 0,
     jobs: Jobs = 1,
+    repeats: Repeats = 1,
     results: Annotated[Path, typer.Option(help="JSONL file to which the rows are added.")] = Path(
         "benchmarks/results/prefill.jsonl"
     ),
 ) -> None:
     """Seconds until the first new token, and peak memory, for prompts of several lengths."""
     command, chosen = ["prefill", "--piece", str(piece)], {"piece": piece}
-    _bench_generation(command, models, size, lengths, batch, prune, text, results, jobs, "", chosen)
+    _bench_generation(command, models, size, lengths, batch, prune, text, results, (jobs, repeats), "", chosen)
 
 
 def _bench_generation(
     command: list[str], models: list[str] | None, size: str, lengths: str, batch: int, prune: float, text: Path | None,
-    results: Path, jobs: int, precision: str, options: dict[str, Any],
+    results: Path, processes: tuple[int, int], precision: str, options: dict[str, Any],
 ) -> None:  # fmt: skip
     import torch
 
@@ -182,16 +188,18 @@ def _bench_generation(
     names = models or list(bench.ENCODINGS)
     wanted = bench.choose(names, size, prune or None)
     chosen = numbers(lengths) if lengths else list(bench.LENGTHS)
+    jobs, repeats = processes
+    if repeats > 1 and jobs == 1:
+        raise CableError(f"--repeats={repeats} measures each model in several processes: give --jobs 2 or more.")
     if jobs > 1:
-        told = ["--size", size, "--batch", str(batch), "--prune", str(prune)]
-        told += [] if text is None else ["--text", str(text)]
-        steps, compare = options.get("steps", 0), options.get("compare", 0)
-        rows = bench.run_in_turn(names, chosen, [*command, *told], jobs, steps, compare)
+        told = ["--size", size, "--batch", str(batch), *([] if text is None else ["--text", str(text)])]
+        counts = {key: options[key] for key in ("steps", "compare") if key in options}
+        rows = bench.run_in_turn(wanted, chosen, [*command, *told], jobs, prune, repeats, **counts)
     else:
         tokens = None if text is None else torch.from_numpy(_token_ids(text))
         rows = bench.run(wanted, chosen, batch, tokens, precision=precision, **options)
     around = {"size": size, "begun": round(time.time()), **environment()}
-    for row in rows:
+    for row in rows if bench.TURN in os.environ else bench.compare_pruned(rows):
         append(results, [{**row, **around}])
         _tell_generation(row)
     console.print(f"Rows added to {results}", markup=False, highlight=False)
