@@ -36,8 +36,8 @@ FILE = "claims.toml"
 VERDICTS = ("holds", "holds in part", "not at this scale", "refuted", "not measured")
 OPERATORS = {"<": operator.lt, ">": operator.gt}
 COMPARISON = re.compile(
-    r"(?P<table>[^:]+): (?P<left>[^@]+)@(?P<at>\S+) (?P<sign>[<>]) "
-    r"(?:(?P<factor>[\d.]+) \* )?(?P<right>[^@]+)@(?P<by>\S+)"
+    r"(?P<table>[^:]+): (?P<left>\S[^<>]*)@(?P<at>[^@\s]+) (?P<sign>[<>]) "
+    r"(?:(?P<factor>[\d.]+) \* )?(?P<right>\S.*)@(?P<by>[^@\s]+)"
 )
 
 

@@ -1,0 +1,53 @@
+#!/bin/bash
+# How benchmarks/results were made: one part after the other on one GPU, from the root of the repository. Of the parts that
+# compare speeds nothing else may run at the same time. Rows and cells land in OUT; what is to stay goes into results/.
+#
+#   benchmarks/measure.sh tokens FOLDER     FOLDER: gutenberg_{train,valid,test}.bin.xz, uint16 tokens of GPT-2
+#   benchmarks/measure.sh medium            five minutes of training: what decode and prefill read
+#   benchmarks/measure.sh decode
+set -e
+OUT=${OUT:-runs/measured}
+mkdir -p "$OUT" data runs
+part=$1
+shift || { sed -n '2,8s/^# \?//p' "$0"; exit 2; }
+cable() { python -m cable_attn "$@"; }
+decode() { cable bench decode "$@" --results "$OUT/decode.jsonl"; }
+prefill() { cable bench prefill "$@" --results "$OUT/prefill.jsonl"; }
+study() { cable study run "benchmarks/$1.toml" --out "runs/studies/$1" "${@:2}"; }
+
+case $part in
+tokens)  # the books, and one row of those held out to read and go on with; TOKENIZER: for texts with a passkey
+  cable data import train="$1/gutenberg_train.bin.xz" validation="$1/gutenberg_valid.bin.xz" \
+    test="$1/gutenberg_test.bin.xz" --out data/books ${TOKENIZER:+--tokenizer "$TOKENIZER"}
+  python - <<'END'
+from pathlib import Path
+import numpy as np
+from cable_attn.data.shards import Tokens
+np.save("data/held-out.npy", Tokens(Path("data/books"), "test").slice(0, 2_400_000))
+END
+  ;;
+medium)
+  cable train gpt2-medium-wikitext103 path=data/books steps=380 warmup_steps=40 report_to=none eval_every=100000 \
+    save_every=100000 --out runs/medium ;;
+decode)
+  decode rope runs/medium rope@sdpa rope@cudnn --prune 1e-4 --compare 256 --text data/held-out.npy --jobs 12 "$@" ;;
+fp32)
+  decode runs/medium --prune 1e-4 --compare 256 --text data/held-out.npy --lengths 4096 --precision fp32 --jobs 2 ;;
+prefill)
+  prefill rope rope@cudnn runs/medium --prune 1e-4 --text data/held-out.npy --jobs 4
+  prefill rope runs/medium --prune 1e-4 --text data/held-out.npy --lengths 16384,65536,131072 --piece 8192 --jobs 3 ;;
+encodings)
+  decode rope cable alibi cable-nw k-cable nope learnable sinusoidal kerple-log t5 fox fire \
+    --lengths 1024,4096,16384,65536 --jobs 12
+  decode rope cope dapev2-cable dapev2-kerple --lengths 1024,4096 --jobs 4 ;;
+batch)
+  decode rope cable alibi nope rope@sdpa --batch 16 --lengths 1024,4096,16384,65536 --jobs 4 ;;
+conversion)
+  study llama
+  study conversion --jobs 4 ;;
+books | layers | long | dape | small)
+  study "$part" "$@" ;;
+*)
+  echo "no part $part" >&2
+  exit 2 ;;
+esac
