@@ -43,7 +43,11 @@ def run_in_processes(
                 failed[name] = "stopped before it began"
                 return
             watch(name, "running")
-            variables = {**os.environ, **({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})}
+            variables = {
+                **(_fair_share(jobs) if own_gpus else {}),
+                **os.environ,
+                **({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}),
+            }
             log = logs / f"{name}.log"
             with log.open("wb") as file:
                 running[name] = subprocess.Popen(commands[name], env=variables, stdout=file, stderr=subprocess.STDOUT)
@@ -71,6 +75,8 @@ class Process(ABC):
 
     process: subprocess.Popen[bytes]
     log: Path
+    variables: dict[str, str] = {}
+    """Of its environment, where the user's has no others."""
 
     @abstractmethod
     def start(self, alone: bool) -> None:
@@ -92,9 +98,10 @@ class Process(ABC):
 
     def open(self, command: list[str], log: Path, **variables: str) -> None:
         self.log = log
+        known = {**self.variables, **os.environ, **variables}
         with log.open("wb") as file:
             self.process = subprocess.Popen(
-                command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env={**os.environ, **variables}
+                command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=known
             )
 
     def send(self, number: int) -> None:
@@ -122,6 +129,7 @@ def in_turn(processes: list[P], jobs: int) -> Iterator[P]:
         while waiting or running:
             while waiting and len(running) < jobs and current is None:
                 running.append(waiting.pop(0))
+                running[-1].variables = _fair_share(jobs)
                 running[-1].start(alone=jobs == 1)
             if current is None:
                 current = next((process for process in running if process.warm), None)
@@ -143,6 +151,11 @@ def in_turn(processes: list[P], jobs: int) -> Iterator[P]:
         for process in running:
             process.process.wait()
         signal.signal(signal.SIGTERM, before)
+
+
+def _fair_share(jobs: int) -> dict[str, str]:
+    """Of the processors, to compile: otherwise each job starts as many compilers as there are, each with a PyTorch."""
+    return {"TORCHINDUCTOR_COMPILE_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}
 
 
 def _end(number: int, frame: Any) -> None:
