@@ -143,6 +143,8 @@ class _ForgettingLayer(DynamicLayer):
     def reset(self) -> None:
         self.gone = self.checked = 0
         super().reset()
+        if self.is_initialized and self.keys is not None and self.values is not None:  # transformers 5.17 keeps zeros
+            self.keys, self.values = self.keys[:, :, :0], self.values[:, :, :0]
 
     def drop(self, count: int) -> None:
         assert self.keys is not None and self.values is not None
