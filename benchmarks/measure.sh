@@ -30,7 +30,7 @@ medium)
   cable train gpt2-medium-wikitext103 path=data/books steps=380 warmup_steps=40 report_to=none eval_every=100000 \
     save_every=100000 --out runs/medium ;;
 decode)
-  decode rope runs/medium rope@sdpa rope@cudnn --prune 1e-4 --compare 256 --text data/held-out.npy --jobs 12 "$@" ;;
+  decode rope runs/medium rope@sdpa rope@cudnn --prune 1e-4 --compare 256 --text data/held-out.npy --jobs 12 --repeats 2 ;;
 fp32)
   decode runs/medium --prune 1e-4 --compare 256 --text data/held-out.npy --lengths 4096 --precision fp32 --jobs 2 ;;
 prefill)

@@ -338,6 +338,22 @@ def test_a_model_that_fails_in_a_benchmark_does_not_stop_the_others(checkpoint, 
     assert generation._agreement(torch.tensor([[1, 2, 3], [1, 2, 3]]), torch.tensor([[1, 2, 3], [1, 4, 3]])) == 1
 
 
+def test_texts_are_compared_as_soon_as_both_are_there_and_none_is_lost():
+    from cable_attn.bench.generation import compare_pruned
+
+    def rows():
+        yield {"model": "a, pruned", "said": [[1, 2, 3]]}
+        yield {"model": "a", "said": [[1, 2, 4]]}
+        yield {"model": "b, pruned", "said": [[1]]}
+        raise KeyboardInterrupt
+
+    told = []
+    with pytest.raises(KeyboardInterrupt):
+        for row in compare_pruned(rows()):
+            told.append(row)
+    assert told == [{"model": "a"}, {"model": "a, pruned", "as_unpruned": 2}, {"model": "b, pruned"}]
+
+
 def test_what_a_cache_forgets_is_measured(tmp_path):
     """A short reach: the last layers stop growing, and the text stays the same."""
     torch.manual_seed(0)
@@ -381,6 +397,8 @@ def test_the_decoding_benchmark_measures_nothing_that_is_wrong(checkpoint, tmp_p
     assert "Did you mean 'rope'?" in str(done.exception)
     done = CliRunner().invoke(app, ["bench", "decode", "rope@sdp", *options])
     assert "Did you mean 'sdpa'?" in str(done.exception)
+    done = CliRunner().invoke(app, ["bench", "decode", "cable, pruned", *options])
+    assert "'cable, pruned' needs --prune" in str(done.exception)
 
 
 def test_a_benchmark_takes_the_backend_that_it_is_told(checkpoint, tmp_path):

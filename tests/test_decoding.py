@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache, StaticCache
 
-from cable_attn import CableGPTForCausalLM, PotentialBias, attention
+from cable_attn import CableError, CableGPTForCausalLM, PotentialBias, attention
 from cable_attn.attention import decoding, fused, make_call
 from cable_attn.bias import FunctionBias, NewToken, ToeplitzBias, TokenBias
 from cable_attn.layout import Layout
@@ -146,18 +146,23 @@ def test_the_kernel_that_attends_makes_the_step_of_a_new_token(
     mask[0, 3], mask[1, start] = False, False
     token, place = _new_token(2, 4, 40, gain), torch.tensor(start)
     options = {"key_mask": mask if masked else None, "window": window, "query_start": place}
+    wanted, got = (TokenBias(c.clone(), token, options["key_mask"], kernel) for _ in range(2))
     if key_heads == 4:
-        monkeypatch.setattr(decoding, "_advanced", None)
-    said = []
-    for backend in ("reference", "triton"):
-        stored = c.clone()
-        bias = TokenBias(stored, place, token, options["key_mask"], kernel)
-        with torch.no_grad():
-            said.append((attention(q, k, v, bias, backend=backend, **options), stored))
-    torch.testing.assert_close(said[1][0], said[0][0], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(said[1][1], said[0][1], atol=1e-6, rtol=1e-6)
+        monkeypatch.setattr(decoding, "advance", None)
+    with torch.no_grad():
+        said = attention(q, k, v, got, backend="triton", **options)
+        exact = attention(q, k, v, wanted.settled(place), backend="reference", **options)
+    torch.testing.assert_close(said, exact, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(got.c, wanted.c, atol=1e-6, rtol=1e-6)
     others = torch.arange(200) != start
-    assert torch.equal(said[1][1][..., others], c[..., others])
+    assert torch.equal(got.c[..., others], c[..., others])
+
+
+def test_a_new_token_that_does_not_fit_is_named():
+    q, k, v = make_inputs(2, 4, 4, 1, 70, 16)
+    for c, x in ((torch.zeros(2, 4, 69).double(), 2), (torch.zeros(2, 4, 70).double(), 3)):
+        with pytest.raises(CableError, match=r"c must be \[2, 4, 70\]|one new token in each of 2 texts"):
+            attention(q, k, v, TokenBias(c, _new_token(x, 4, 40)), query_start=torch.tensor(60))
 
 
 def test_the_operators_of_a_new_token_say_what_they_write():

@@ -97,20 +97,19 @@ class TokenBias(Bias):
     """The potential bias of one new token whose step and gain are still to be made: the kernel that attends can make
     them on its way.
 
-    c: the stored potential [B, H, Tk], into which the token's is written at ``start``. key_mask: [B, Tk]; a token that
-    is not real adds nothing.
+    c: the stored potential [B, H, Tk], into which the token's is written where its query stands. key_mask: [B, Tk]; a
+    token that is not real adds nothing.
     """
 
     c: Tensor
-    start: Tensor
     token: NewToken
     key_mask: Tensor | None = None
     kernel: str | None = None
 
-    def settled(self) -> PotentialBias:
+    def settled(self, place: Index) -> PotentialBias:
         """The same, made now; it may be made again."""
         x, step, step_bias, strength, strength_bias, floor = self.token
-        at = self.start.reshape(1)
+        at = torch.as_tensor(place, device=self.c.device).reshape(1)
         with torch.autocast(x.device.type, enabled=False):
             added = _projected(x, step, step_bias).relu()
             gain = None
@@ -118,12 +117,12 @@ class TokenBias(Bias):
                 gain = torch.nn.functional.softplus(_projected(x, strength, strength_bias)) + floor
         if self.key_mask is not None:
             added = added * self.key_mask.index_select(1, at).unsqueeze(1)
-        before = self.c.index_select(2, (at - 1).clamp(min=0)) * (at > 0)
+        before = torch.where(at > 0, self.c.index_select(2, (at - 1).clamp(min=0)), 0.0)
         self.c.index_copy_(2, at, before + added.to(self.c.dtype))
         return PotentialBias(self.c, gain, self.kernel)
 
     def rows(self, i: Tensor, j: Tensor, query_start: Index = 0) -> Tensor:
-        return self.settled().rows(i, j, query_start)
+        return self.settled(query_start).rows(i, j, query_start)
 
 
 def _projected(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

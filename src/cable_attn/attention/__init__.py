@@ -8,7 +8,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from cable_attn.attention import fused, materialised, reference, sdpa
+from cable_attn.attention import decoding, fused, materialised, reference, sdpa
 from cable_attn.attention.call import Call, check
 from cable_attn.bias import Bias, Index
 from cable_attn.errors import CableError, require_known
@@ -79,7 +79,7 @@ def make_call(
 def attend(call: Call, backend: str = "auto") -> Tensor:
     """Serve a checked call."""
     chosen = choose(call, backend)[0]
-    return chosen.run(call if chosen is fused else call.settled())
+    return chosen.run(call if chosen is fused else decoding.settled(call))
 
 
 def choose(call: Call, backend: str = "auto") -> tuple[ModuleType, list[str]]:

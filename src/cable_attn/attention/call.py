@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -45,10 +45,6 @@ class Call:
         """Query heads per key head."""
         return self.q.shape[1] // self.k.shape[1]
 
-    def settled(self) -> Call:
-        """The same with a bias whose parts are all there."""
-        return replace(self, bias=self.bias.settled()) if isinstance(self.bias, TokenBias) else self
-
     def indices(self, rows: range, *, only_visible: bool = False) -> tuple[Tensor, Tensor]:
         """The queries of ``rows`` and the keys, as index tensors; ``only_visible`` leaves out keys past the rows."""
         keys = self.k.shape[2]
@@ -89,8 +85,12 @@ def check(call: Call) -> None:
         raise CableError(f"softcap must be positive, got {call.softcap}.")
     if call.prune is not None:
         _check_prune(call)
+    batch, heads, queries, _ = q.shape
+    if isinstance(call.bias, TokenBias):
+        _check_broadcast("c", call.bias.c, (batch, heads, k.shape[2]), free=0)
+        if queries != 1 or call.bias.token.x.shape[:2] != (batch, 1):
+            raise CableError(f"a TokenBias is of one new token in each of {batch} texts, got {_shapes(q=q)}.")
     if isinstance(call.bias, PotentialBias):
-        batch, heads, queries, _ = q.shape
         _check_broadcast("c", call.bias.c, (batch, heads, k.shape[2]), free=2)
         if call.bias.g is not None:
             _check_broadcast("g", call.bias.g, (batch, heads, queries), free=3)

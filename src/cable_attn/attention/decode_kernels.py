@@ -149,9 +149,10 @@ def _needed(block, candidates, total, q, g, ci, row, C, MEANS, NUMBERS, head, sc
 def part(Q, K, V, C, G, START, KMASK, DOCS, MEANS, NUMBERS, PARTS, TOPS, NORMS, X, W, BIAS, WG, BIASG, sqb, sqh, sqt, skb,
          skh, skt, svb, svh, svt, scb, sch, sct, key_heads, Tq, Tk, blocks, place, window, scale2, epsilon, features, floor,
          TOKEN: tl.constexpr, BC: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
-         BN: tl.constexpr, ONE: tl.constexpr, KNOWN: tl.constexpr, POTENTIAL: tl.constexpr, GAIN: tl.constexpr, KERNEL: tl.constexpr, WINDOW: tl.constexpr, PADDED: tl.constexpr,
-         PACKED: tl.constexpr, PRUNED: tl.constexpr, WIDTH: tl.constexpr, SHORT: tl.constexpr, NEAR_KEYS: tl.constexpr,
-         SLACK_FACTOR: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+         BN: tl.constexpr, ONE: tl.constexpr, KNOWN: tl.constexpr, POTENTIAL: tl.constexpr, GAIN: tl.constexpr,
+         KERNEL: tl.constexpr, WINDOW: tl.constexpr, PADDED: tl.constexpr, PACKED: tl.constexpr, PRUNED: tl.constexpr,
+         WIDTH: tl.constexpr, SHORT: tl.constexpr, NEAR_KEYS: tl.constexpr, SLACK_FACTOR: tl.constexpr,
+         PRECISION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """All queries that share a key head, over every so-manyth block of its keys.
 
     Row r is query r % Tq of head r // Tq of the group. TOKEN: with one row, its potential and gain are made here.

@@ -22,7 +22,7 @@ from torch import Tensor
 from cable_attn.attention.call import Call
 from cable_attn.attention.operands import masks, padded, potential, rows_of_numbers
 from cable_attn.bias import Index, PotentialBias, TokenBias
-from cable_attn.devices import current
+from cable_attn.devices import current, kernels_run_on
 
 ROWS = 32
 """How many queries of one key head the kernel takes: those of all query heads that share it."""
@@ -54,7 +54,7 @@ def run(call: Call) -> Tensor:
         if call.groups == 1 and call.bias.token.x.shape[-1] <= FEATURES:
             token = call.bias.token
         else:
-            call = replace(call, bias=_advanced(call.bias))
+            call = settled(call)
     c, g, kernel = potential(call)
     if call.bias is not None and c is None:  # of one query any bias is a potential: what all its keys share cancels
         c = call.bias.rows(*call.indices(range(1)), layout.query_start).squeeze(2).expand(*call.q.shape[:2], -1)
@@ -70,10 +70,15 @@ def run(call: Call) -> Tensor:
     )  # fmt: skip
 
 
-def _advanced(bias: TokenBias) -> PotentialBias:
-    """Settled by a single kernel."""
-    gain = advance(bias.c, bias.start, bias.key_mask, *bias.token)
-    return PotentialBias(bias.c, None if bias.token.strength is None else gain, bias.kernel)
+def settled(call: Call) -> Call:
+    """The same call with the step and the gain of a new token made, by a single kernel; one without is as it was."""
+    bias, start = call.bias, call.layout.query_start
+    if not isinstance(bias, TokenBias):
+        return call
+    if not isinstance(start, Tensor) or not kernels_run_on(bias.c.device):
+        return replace(call, bias=bias.settled(start))
+    gain = advance(bias.c, start, bias.key_mask, *bias.token)
+    return replace(call, bias=PotentialBias(bias.c, None if bias.token.strength is None else gain, bias.kernel))
 
 
 def _place(start: Index) -> tuple[Tensor | None, int]:

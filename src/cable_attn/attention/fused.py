@@ -80,7 +80,7 @@ def defers(call: Call) -> str | None:
 
 
 def run(call: Call) -> Tensor:
-    return decoding.run(call) if decoding.serves(call) else _fused(call.settled())[0]
+    return decoding.run(call) if decoding.serves(call) else _fused(call)[0]
 
 
 def log_sum_exp(call: Call) -> Tensor:

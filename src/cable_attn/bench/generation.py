@@ -12,7 +12,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -79,6 +79,9 @@ def choose(names: list[str], size: str, prune: float | None) -> dict[str, Callab
             made = partial(_set, made, "attention_backend", "sdpa" if backend in PYTORCH_KERNELS else backend)
         if not name.endswith(PRUNED):
             found[name] = made
+        elif not prune or not ENCODINGS_BY_NAME[encoding].prunable:
+            able = ", ".join(known for known, one in ENCODINGS_BY_NAME.items() if one.prunable)
+            raise CableError(f"{name!r} needs --prune, and one of {able}; got --prune {prune or 0} and {encoding}.")
         if prune and ENCODINGS_BY_NAME[encoding].prunable:
             found[name.removesuffix(PRUNED) + PRUNED] = partial(_set, made, "attention_prune", prune)
     return found
@@ -92,13 +95,19 @@ def _parts(name: str) -> tuple[str, str]:
 
 def shares(name: str, lengths: list[int], steps: int) -> list[list[int]]:
     """The lengths that are measured with one cache."""
-    reads_all = _parts(name)[1] in ("sdpa", *PYTORCH_KERNELS)
-    return [[length] for length in lengths] if steps and reads_all else [lengths]
+    return [[length] for length in lengths] if steps and _reads_all(name) else [lengths]
 
 
-def _compared_at(lengths: list[int]) -> int:
-    """The prompt behind which texts are compared: the longest that is not too long for it, or the first."""
-    return max([length for length in lengths if length <= COMPARED], default=lengths[0])
+def _reads_all(name: str) -> bool:
+    return _parts(name)[1] in ("sdpa", *PYTORCH_KERNELS)
+
+
+def _compared_at(name: str, lengths: list[int]) -> int | None:
+    """The prompt behind which texts are compared: the longest that is not too long for it, or the first.
+
+    None where a kernel reads all of the cache: the room for the text would be part of what is measured.
+    """
+    return None if _reads_all(name) else max([length for length in lengths if length <= COMPARED], default=lengths[0])
 
 
 def _fresh(size: str, encoding: str) -> Any:
@@ -228,7 +237,8 @@ def run(
         about |= origin(Path(_parts(name)[0]))
         try:
             with _pytorch_kernel(name):
-                decoder = Decoder(model, batch, max(share), max(steps, compare), compile) if steps else None
+                behind = steps if _reads_all(name) else max(steps, compare)
+                decoder = Decoder(model, batch, max(share), behind, compile) if steps else None
                 if decoder is not None:
                     about["room"] = decoder.room
                     decoder.check(_prompt(model, batch, min(GATE, *share), tokens))
@@ -237,7 +247,7 @@ def run(
                     ids = _prompt(model, batch, length, tokens)
                     row = about | {"length": length}
                     row |= decoder.measure(ids, steps) if decoder else prefill(model, ids, piece)
-                    if decoder and compare and length == _compared_at(lengths):
+                    if decoder and compare and length == _compared_at(name, lengths):
                         row |= _compared(decoder, ids, compare)
                     yield row
         except GateError:
@@ -294,7 +304,7 @@ class Measured(Process):
 
 
 def run_in_turn(
-    names: Iterable[str],
+    names: Collection[str],
     lengths: list[int],
     command: list[str],
     jobs: int,
@@ -308,9 +318,7 @@ def run_in_turn(
     def told(name: str, share: list[int], again: int) -> list[str]:
         options = ["--lengths", ",".join(map(str, share))]
         options += ["--prune", str(prune)] if name.endswith(PRUNED) else []
-        return options + (
-            ["--compare", str(compare)] if compare and not again and _compared_at(lengths) in share else []
-        )
+        return options + (["--compare", str(compare)] if compare and not again else [])
 
     with tempfile.TemporaryDirectory() as folder:
         made = [
@@ -377,18 +385,26 @@ def _compared(decoder: Decoder, ids: Tensor, tokens: int) -> dict[str, Any]:
 def compare_pruned(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The rows without their texts; those of pruned models tell how much they say as without pruning."""
     plain: dict[str, Tensor] = {}
-    waiting = []
-    for row in rows:
-        name, said = row["model"], row.get(SAID)
-        if said is not None and not name.endswith(PRUNED):
-            plain[name] = torch.tensor(row.pop(SAID))
-        if SAID in row:
-            waiting.append(row)
-        else:
-            yield row
-    for row in waiting:
-        said, other = torch.tensor(row.pop(SAID)), plain.get(row["model"].removesuffix(PRUNED))
-        yield row if other is None else row | {"as_unpruned": _agreement(said, other)}
+    waiting: list[tuple[dict[str, Any], Tensor]] = []
+    try:
+        for row in rows:
+            if SAID not in row:
+                yield row
+                continue
+            name, said = row["model"].removesuffix(PRUNED), torch.tensor(row.pop(SAID))
+            if row["model"] == name:
+                plain[name] = said
+                yield row
+            else:
+                waiting.append((row, said))
+            if name in plain:
+                both = [one for one in waiting if one[0]["model"] == name + PRUNED]
+                waiting = [one for one in waiting if one[0]["model"] != name + PRUNED]
+                yield from (row | {"as_unpruned": _agreement(said, plain[name])} for row, said in both)
+    except (Exception, KeyboardInterrupt, SystemExit):  # what has been measured is not lost
+        yield from (row for row, _ in waiting)
+        raise
+    yield from (row for row, _ in waiting)
 
 
 def _agreement(said: Tensor, other: Tensor) -> int:

@@ -45,9 +45,8 @@ def _decoded(encoding: CableNW | Cable, x: Tensor, layout: Layout, memory: Poten
         return None
     strong = (None, None) if strength is None else (strength.weight, strength.bias)
     floor = encoding.gain_floor if isinstance(encoding, Cable) else 0.0
-    assert isinstance(layout.query_start, Tensor)
     token = NewToken(x.contiguous(), encoding.step.weight, encoding.step.bias, strong[0], strong[1], floor)
-    return TokenBias(room, layout.query_start, token, layout.key_mask, encoding.kernel)
+    return TokenBias(room, token, layout.key_mask, encoding.kernel)
 
 
 class CableNW(PotentialEncoding):
