@@ -236,6 +236,20 @@ def test_a_compiled_static_step_says_what_the_model_says(encoding, prune, monkey
     decoder.check(text, tokens=100)
 
 
+@pytest.mark.parametrize("prune", [None, 1e-4])
+def test_generate_compiles_the_step_behind_a_static_cache(prune, monkeypatch):
+    """As transformers does it by itself, replayed as CUDA graphs; in fp32, so that the text is the same."""
+    monkeypatch.setattr(decoding, "SHORT", 0)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "attention_backend": "triton", "attention_prune": prune}
+    model = stir(CableGPTForCausalLM(small_gpt("cable", **sizes))).cuda().eval()
+    text = torch.randint(1, 97, (2, 300), device="cuda")
+    options = {"max_new_tokens": 100, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    torch.compiler.reset()
+    said = [model.generate(text, cache_implementation=kind, **options) for kind in ("dynamic", "static")]
+    assert torch.equal(*said)
+
+
 @pytest.mark.parametrize("tokens", [1, 777])
 def test_one_kernel_makes_the_steps_and_gains_of_a_text(tokens):
     """While nothing learns, from weights and texts in bf16, as exact as these numbers are."""
