@@ -233,6 +233,7 @@ def test_a_folder_of_something_else_is_never_taken_for_a_conversion(llama, data,
     shutil.copytree(llama, tmp_path / "other")
     with pytest.raises(CableError, match="holds another model or run"):
         converted(llama, data, tmp_path / "other")
+    assert not (tmp_path / "other/data").exists()
     with pytest.raises(CableError, match="is the checkpoint itself"):
         converted(llama, data, llama)
 

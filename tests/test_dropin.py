@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import peft
 import pytest
@@ -254,3 +255,123 @@ def test_bitsandbytes_finds_nothing_to_replace_in_the_encoding():
     model = make("llama", "cable")
     linear = {name for name, module in model.named_modules() if type(module) is torch.nn.Linear}
     assert linear and not any(".cable." in name for name in linear)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_it_trains_under_autocast(name):
+    """A rotation leaves queries and keys in fp32 there."""
+    model = make(name, "cable").train()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(TEXT, labels=TEXT, **({"use_cache": False} if name in CAUSAL else {})).loss
+    loss.backward()
+    assert all(p.grad.abs().sum() > 0 for key, p in model.named_parameters() if ".cable." in key)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_documents_of_a_pack_do_not_see_each_other(name):
+    """Where positions begin anew, as transformers tells them apart."""
+    model = make(name, "cable")
+    places = torch.tensor([[*range(6), *range(7)], [*range(9), *range(4)]])
+    with torch.no_grad():
+        packed = model(TEXT, position_ids=places, use_cache=False).logits
+        apart = [model(TEXT[:1, 6:], use_cache=False).logits, model(TEXT[1:, 9:], use_cache=False).logits]
+    torch.testing.assert_close(packed[:1, 6:], apart[0], atol=1e-4, rtol=0)
+    torch.testing.assert_close(packed[1:, 9:], apart[1], atol=1e-4, rtol=0)
+
+
+def test_another_attention_does_not_drop_the_encoding_in_silence():
+    model = make("llama", "cable")
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(CableError, match="'sdpa' attention knows nothing of it"):
+        model(TEXT)
+    model.set_attn_implementation("cable")
+    assert torch.equal(model(TEXT).logits, make("llama", "cable")(TEXT).logits)
+
+
+def test_a_decoder_may_look_both_ways():
+    torch.manual_seed(0)
+    model = hf.LlamaModel(hf.LlamaConfig(**GROUPED, is_causal=False)).eval()
+    before = model(TEXT).last_hidden_state
+    assert torch.allclose(add_cable(model, keep_positions=True)(TEXT).last_hidden_state, before, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_cache_may_be_made_without_a_config(name):
+    model = make(name, "cable")
+    cache = hf.DynamicCache()
+    with torch.no_grad():
+        model(TEXT[:, :5], past_key_values=cache)
+        said = model(TEXT[:, 5:], past_key_values=cache).logits
+    assert torch.allclose(said, model(TEXT).logits[:, 5:], atol=1e-4)
+
+
+def test_adapters_of_all_linear_layers_learn_for_the_encoding_too():
+    """What a layer of the encoding gives has the shape that peft expects, for any length."""
+    model = peft.get_peft_model(make("llama", "cable"), peft.LoraConfig(target_modules="all-linear", r=2))
+    for length in (4, 13):  # as many tokens as heads, and not
+        model(TEXT[:, :length], labels=TEXT[:, :length]).loss.backward()
+    grads = [p.grad for key, p in model.named_parameters() if ".cable.step.lora_B" in key]
+    assert grads and all(grad.abs().sum() > 0 for grad in grads)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_config_alone_makes_a_model_that_starts_as_it_should(keep):
+    config = make("llama", "cable", keep_positions=keep).config
+    for fresh in (hf.AutoModelForCausalLM.from_config(config).model, hf.AutoModel.from_config(config)):
+        encoding = fresh.layers[0].self_attn.cable
+        assert torch.allclose(encoding.step.bias, torch.tensor(1e-6 if keep else 1.0))
+        assert bool((encoding.step.weight == 0).all()) == keep
+
+
+def test_models_of_one_config_are_changed_one_by_one():
+    config = hf.LlamaConfig(**GROUPED)
+    first, second = hf.LlamaForCausalLM(config).eval(), hf.LlamaForCausalLM(config).eval()
+    before = second(TEXT).logits
+    add_cable(first)
+    assert torch.equal(second(TEXT).logits, before) and not hasattr(config, "cable")
+    add_cable(second, "alibi")
+    assert first.config.cable["encoding"] == "cable" and second.config.cable["encoding"] == "alibi"
+
+
+def test_what_fails_leaves_the_model_as_it_was():
+    model = make("llama")
+    before = model(TEXT).logits
+    with pytest.raises(CableError, match="gain_floor"):
+        add_cable(model, gain_floor=-1.0)
+    with pytest.raises(CableError, match="unknown attention backend 'nonsense'"):
+        add_cable(model, backend="nonsense")
+    with pytest.raises(CableError, match="leave init='spread' out"):
+        add_cable(model, keep_positions=True, init="spread")
+    assert torch.equal(model(TEXT).logits, before) and not hasattr(model.config, "cable")
+    add_cable(model)
+
+
+def test_what_it_does_not_take_is_refused_by_name():
+    cross = hf.BertLMHeadModel(hf.BertConfig(**SIZES, is_decoder=True, add_cross_attention=True))
+    with pytest.raises(CableError, match="cross-attention"):
+        add_cable(cross)
+    with pytest.raises(CableError, match=r"got a PeftModel.*add_cable first"):
+        add_cable(peft.get_peft_model(make("llama"), peft.LoraConfig(target_modules=["q_proj"], r=2)))
+    with pytest.raises(CableError, match="got a Linear"):
+        remove_cable(torch.nn.Linear(2, 2))
+    with pytest.raises(CableError, match="attn_logit_softcapping"):
+        add_cable(hf.Gemma2ForCausalLM(hf.Gemma2Config(**WIDE)))
+
+
+def test_an_encoding_without_weights_is_in_the_checkpoint_too():
+    """So that transformers warns where it is left out."""
+    assert sum(".cable." in key for key in make("llama", "alibi").state_dict()) == 2
+
+
+def test_threads_may_share_a_model():
+    model = make("llama", "cable")
+    texts = [TEXT[:, :length] for length in range(2, 14)] * 5
+    with torch.no_grad(), ThreadPoolExecutor(4) as pool:
+        wanted = [model(text).logits for text in texts]
+        for got, right in zip(pool.map(lambda text: _said(model, text), texts), wanted):
+            torch.testing.assert_close(got, right)
+
+
+def _said(model, text):
+    with torch.no_grad():
+        return model(text).logits

@@ -394,7 +394,7 @@ def test_one_pass_for_step_and_gain_changes_nothing():
     def gradients(steps, gain):
         return torch.autograd.grad((steps.sin() * gain.cos()).sum(), [x, *encoding.parameters()])
 
-    apart = encoding.step(x).relu(), torch.nn.functional.softplus(encoding.strength(x))
+    apart = encoding.step(x).mT.relu(), torch.nn.functional.softplus(encoding.strength(x).mT)
     joint = encoding.steps_and_gain(x)
     for one, other in zip((*apart, *gradients(*apart)), (*joint, *gradients(*joint))):
         torch.testing.assert_close(one, other)

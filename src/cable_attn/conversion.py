@@ -78,6 +78,7 @@ def prepare_data(
     """The recipe with its tokens, and text to read: shards as they are, or any source of text through the checkpoint's
     own tokenizer, as much of it as the run needs."""
     own = checkpoint_folder(recipe.model.checkpoint)
+    _refuse_foreign(out, own)
     path = Path(source)
     if not (path / MANIFEST).is_file():
         path = writable_folder(out) / "data"
@@ -131,13 +132,10 @@ def _begun(recipe: Recipe, text: HeldOut, out: Path, lengths: list[int]) -> dict
     """What an earlier call has found; a folder of something else is an error."""
     source = checkpoint_folder(recipe.model.checkpoint)
     writable_folder(out)
-    if out.resolve() == source.resolve():
-        raise CableError(f"{str(out)!r} is the checkpoint itself. Give another folder for the converted one.")
     wanted = {"recipe": asdict(recipe), "lengths": lengths, "text": text.sha256, "tokens": len(text.tokens)}
     wanted |= pretraining.origin(recipe)
+    _refuse_foreign(out, source)
     if not (out / FILE).exists():
-        if (out / "config.json").exists() or (out / "recipe.toml").exists():
-            raise CableError(f"{str(out)!r} holds another model or run. Give another folder.")
         return {"settings": wanted}
     found: dict[str, Any] = read_json(out / FILE)
     before = found["settings"]
@@ -154,6 +152,13 @@ def _begun(recipe: Recipe, text: HeldOut, out: Path, lengths: list[int]) -> dict
     return found
 
 
+def _refuse_foreign(out: Path, source: Path) -> None:
+    if out.resolve() == source.resolve():
+        raise CableError(f"{str(out)!r} is the checkpoint itself. Give another folder for the converted one.")
+    if not (out / FILE).exists() and any((out / name).exists() for name in ("config.json", "recipe.toml")):
+        raise CableError(f"{str(out)!r} holds another model or run. Give another folder.")
+
+
 def _read(folder: Path, text: HeldOut, lengths: Sequence[int], when: str, tell: Watcher) -> Any:
     model = load_model(folder, dtype=torch.float32).to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
     watch = share_read(text, lengths, lambda length, share: tell(f"reading {when}, {length} tokens at once", share))
@@ -168,4 +173,7 @@ def _train(recipe: Recipe, out: Path, tell: Watcher) -> None:
         shown = shown if loss is None else f"training, loss {loss:.3f}"
         tell(shown, step / recipe.train.steps)
 
-    pretraining.run(recipe, out, last_complete_checkpoint(out / "checkpoints") is not None, on_step)
+    try:
+        pretraining.run(recipe, out, last_complete_checkpoint(out / "checkpoints") is not None, on_step)
+    except pretraining.Stopped as stopped:
+        raise pretraining.Stopped(f"{str(stopped).partition(' Go on')[0]} The same command goes on.") from stopped

@@ -8,7 +8,9 @@ hook from what the layer reads; attention itself goes through transformers' atte
 
 from __future__ import annotations
 
+import copy
 import inspect
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +20,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.cache_utils import StaticLayer
 from transformers.masking_utils import flash_attention_mask
 
-from cable_attn.attention import attend, attention_weights, make_call
+from cable_attn.attention import BACKENDS, attend, attention_weights, make_call
 from cable_attn.blocks import find_bias_encoding
 from cable_attn.encodings import Encoding, Geometry, PotentialEncoding
-from cable_attn.errors import CableError
+from cable_attn.errors import CableError, require_known
 from cable_attn.layout import Layout
 from cable_attn.models.cache import CachedPotential, key_mask
 
@@ -69,49 +71,83 @@ def add_cable(
     It replaces the model's own positions (RoPE, learned ones), starting close to ALiBi's slopes; with keep_positions it
     is added to them, and starts so that the model says what it said before. options: the encoding's own.
     """
-    config = model.config
-    if getattr(config, NAME, None) is not None:
+    _require_model(model, "add_cable")
+    if getattr(model.config, NAME, None) is not None:
         raise CableError("this model has an encoding already. remove_cable(model) takes it out.")
     family = _family(model)
-    causal = bool(getattr(_layers(model, family)[0], "is_causal", True))
-    find_bias_encoding(encoding, options, causal)
+    require_known("attention backend", backend, ["auto", *BACKENDS])
+    find_bias_encoding(encoding, options, _is_causal(_layers(model, family)[0]))
     learns = encoding in LEARNED
     if keep_positions and not learns:
         raise CableError(
             f"keep_positions=True needs one of {', '.join(LEARNED)}: {encoding!r} cannot start at nothing."
         )
+    if keep_positions and "init" in options:
+        raise CableError(f"keep_positions=True has a start of its own: leave init={options['init']!r} out.")
     if learns and not keep_positions:
         options = {"init": "spread", **options}
-    before = config._attn_implementation
-    config.cable = {"encoding": encoding, "keep_positions": keep_positions, "backend": backend, "options": options}
-    _install(model)
+    before = model.config._attn_implementation
+    _give_own_config(model)
+    model.config.cable = {
+        "encoding": encoding,
+        "keep_positions": keep_positions,
+        "backend": backend,
+        "options": options,
+    }
+    try:
+        _install(model)
+    except BaseException:
+        _uninstall(model)
+        raise
     model._cable_before = before
     return model
 
 
+def _require_model(model: Any, what: str) -> None:
+    if not isinstance(model, PreTrainedModel):
+        raise CableError(
+            f"{what} takes a model of transformers, got a {type(model).__name__}. With peft: add_cable first, then "
+            "get_peft_model with modules_to_save=['cable']."
+        )
+
+
+def _give_own_config(model: PreTrainedModel) -> None:
+    """Other models may have been made from the same one."""
+    shared, own = model.config, copy.deepcopy(model.config)
+    modules: Iterable[Any] = model.modules()
+    for module in modules:
+        if getattr(module, "config", None) is shared:
+            module.config = own
+
+
 def remove_cable(model: PreTrainedModel) -> PreTrainedModel:
     """The model as it was."""
+    _require_model(model, "remove_cable")
     if getattr(model.config, NAME, None) is None:
         raise CableError("this model has no encoding that add_cable gave it.")
-    for module in model.modules():
-        for handle in module.__dict__.pop("_cable_hooks", []):
-            handle.remove()
-        for name in ("_cable_names", "_cable_call", "_cable_remembers"):
-            module.__dict__.pop(name, None)
-        if isinstance(getattr(module, NAME, None), Encoding):
-            delattr(module, NAME)
-    del model.config.cable
+    _uninstall(model)
     model.set_attn_implementation(model.__dict__.pop("_cable_before", "sdpa"))
     return model
 
 
+def _uninstall(model: PreTrainedModel) -> None:
+    for module in model.modules():
+        for handle in module.__dict__.pop("_cable_hooks", []):
+            handle.remove()
+        for name in ("_cable_names", "_cable_remembers"):
+            module.__dict__.pop(name, None)
+        if isinstance(getattr(module, NAME, None), Encoding):
+            delattr(module, NAME)
+    del model.config.cable
+
+
 def _family(model: PreTrainedModel) -> Family:
     kind = model.config.model_type
-    if kind not in FAMILIES:
-        raise CableError(f"add_cable does not know models of the type {kind!r}. It knows: {', '.join(FAMILIES)}.")
     softcap = getattr(model.config, "attn_logit_softcapping", None)
     if softcap:
-        raise CableError(f"this model has attn_logit_softcapping={softcap}, which the kernels do not have.")
+        raise CableError(f"this {kind} has attn_logit_softcapping={softcap}, which the kernels do not have.")
+    if kind not in FAMILIES:
+        raise CableError(f"add_cable does not know models of the type {kind!r}. It knows: {', '.join(FAMILIES)}.")
     return FAMILIES[kind]
 
 
@@ -119,9 +155,14 @@ def _layers(model: PreTrainedModel, family: Family) -> list[Any]:
     layers = [module for module in model.modules() if type(module).__name__ == family.attention]
     if not layers:
         raise CableError(f"this {type(model).__name__} has no {family.attention}.")
-    if any(getattr(layer, "is_cross_attention", False) for layer in layers):
+    if getattr(model.config, "add_cross_attention", False):
         raise CableError("cross-attention has no order of tokens in common: add_cable takes models without it.")
     return layers
+
+
+def _is_causal(layer: Any) -> bool:
+    """A config may make an encoder of a decoder."""
+    return bool(getattr(layer, "is_causal", True)) and getattr(layer.config, "is_causal", None) is not False
 
 
 def _install(model: PreTrainedModel) -> None:
@@ -130,7 +171,7 @@ def _install(model: PreTrainedModel) -> None:
     said = config.cable
     layers = _layers(model, family)
     for layer in layers:
-        causal = bool(getattr(layer, "is_causal", True))
+        causal = _is_causal(layer)
         head_dim = getattr(layer, "head_dim", None) or config.hidden_size // config.num_attention_heads
         geometry = Geometry(
             config.hidden_size, config.num_attention_heads, head_dim, config.max_position_embeddings, causal
@@ -139,6 +180,8 @@ def _install(model: PreTrainedModel) -> None:
         layer.cable = encoding.to(next(layer.parameters()).device, model.dtype)  # a layer's own may be 4 or 8 bits
         if said["keep_positions"]:
             _start_neutral(layer.cable)
+        if not any(True for _ in encoding.parameters()):  # or nobody would miss it where cable_attn is not imported
+            encoding.register_buffer("is_there", torch.ones(1, device=model.device))
         layer._cable_remembers = isinstance(encoding, PotentialEncoding)  # asked here: an adapter may wrap it later
         layer._cable_names = list(inspect.signature(type(layer).forward).parameters)[1:]
         layer._cable_hooks = [layer.register_forward_pre_hook(_prepare, with_kwargs=True)]
@@ -187,20 +230,33 @@ def _without_positions(module: nn.Module, args: Any, output: Any) -> Any:
     return torch.zeros_like(output)
 
 
-def _prepare(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+CALL = "cable_call"
+"""A layer's hook hands the layout and the bias on under this name, through what the layer gives to attention."""
+
+
+def _prepare(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Before a layer's attention: where its queries stand, and its encoding's bias."""
+    if module.config._attn_implementation != NAME:
+        raise CableError(
+            f"this model has an encoding, and {module.config._attn_implementation!r} attention knows nothing of it. "
+            f"remove_cable(model) takes it out; set_attn_implementation({NAME!r}) goes back."
+        )
     given = {**dict(zip(module._cable_names, args)), **kwargs}
     x, cache = given["hidden_states"], given.get("past_key_values", given.get("layer_past"))
     memory, start, keys = None, 0, x.shape[1]
     if cache is not None:
         memory = CachedPotential(cache, module.layer_idx, module.config.num_hidden_layers)
         start, keys = _place(cache, module.layer_idx, x.shape[1])
-    layout = Layout(x.shape[1], keys, start, x.device, bool(getattr(module, "is_causal", True)))
+    layout = Layout(x.shape[1], keys, start, x.device, _is_causal(module))
     mask = given.get("attention_mask")
     if mask is not None and mask.dim() != 2:
         raise CableError(f"attention_mask must be [batch, tokens] with {NAME!r}, got {tuple(mask.shape)}.")
-    layout.key_mask = key_mask(mask, keys)
-    module._cable_call = (layout, module.cable.bias(x, layout, memory if module._cable_remembers else None))
+    if mask is not None and mask.dtype == DOCUMENTS:
+        layout.document_ids = mask
+    else:
+        layout.key_mask = key_mask(mask, keys)
+    bias = module.cable.bias(x, layout, memory if module._cable_remembers else None)
+    return args, {**kwargs, CALL: (layout, bias)}
 
 
 def _place(cache: Any, layer: int, queries: int) -> tuple[Any, int]:
@@ -215,11 +271,11 @@ def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Under the name ``cable`` in transformers' attention interface."""
-    if getattr(module, "_cable_call", None) is None:
+    if CALL not in kwargs:
         raise CableError(f"the attention {NAME!r} serves models that add_cable has prepared.")
-    layout, bias = module._cable_call
-    module._cable_call = None
+    layout, bias = kwargs[CALL]
     layout.window = kwargs.get("sliding_window")
+    query, key, value = _in_one_precision(query, key, value)
     call = make_call(
         query, key, value, bias, layout, scale=kwargs.get("scaling"), dropout=kwargs.get("dropout") or 0.0
     )  # fmt: skip
@@ -228,8 +284,34 @@ def _attention(
     return out.transpose(1, 2).contiguous(), weights
 
 
+def _in_one_precision(*tensors: Tensor) -> list[Tensor]:
+    """Under autocast a rotation leaves queries and keys in fp32."""
+    kind = tensors[0].device.type
+    wanted = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensors[-1].dtype
+    return [x if x.dtype == torch.float64 else x.to(wanted) for x in tensors]
+
+
+DOCUMENTS = torch.int64
+"""What a mask is made of that tells the documents of a pack; one that tells padding is bool."""
+
+
+def _mask(
+    batch_size: int, q_length: int, kv_length: int, mask_function: Any, attention_mask: Tensor | None = None,
+    device: Any = None, **kwargs: Any,
+) -> Tensor | None:  # fmt: skip
+    """Under the same name in its mask interface: [B, T], as flash attention has it, or the number of each token's
+    document where ``mask_function`` lets a token not see the one before."""
+    if attention_mask is not None or q_length != kv_length or q_length == 1:
+        return flash_attention_mask(batch_size, q_length, kv_length, attention_mask=attention_mask)
+    text, place = torch.arange(batch_size, device=device)[:, None], torch.arange(q_length, device=device)[None]
+    together = mask_function(text, torch.zeros_like(text), place[:, 1:], place[:, :-1]).expand(batch_size, -1)
+    if not torch.compiler.is_compiling() and bool(together.all()):
+        return None
+    return torch.nn.functional.pad((~together).cumsum(1, dtype=DOCUMENTS), (1, 0))
+
+
 AttentionInterface.register(NAME, _attention)
-AttentionMaskInterface.register(NAME, flash_attention_mask)
+AttentionMaskInterface.register(NAME, _mask)
 
 
 def _remember_in_post_init() -> None:
@@ -237,8 +319,13 @@ def _remember_in_post_init() -> None:
     plain = PreTrainedModel.post_init
 
     def post_init(self: PreTrainedModel) -> None:
+        inside = [getattr(module, NAME, None) for module in self.modules()]
+        inner = [encoding for encoding in inside if isinstance(encoding, Encoding)]
+        begun = [{key: value.clone() for key, value in encoding.state_dict().items()} for encoding in inner]
         plain(self)
-        if getattr(self.config, NAME, None) and not any(hasattr(module, NAME) for module in self.modules()):
+        for encoding, state in zip(inner, begun):  # those of a model inside this one, which was just initialised again
+            encoding.load_state_dict(state)
+        if getattr(self.config, NAME, None) and not inner:
             _install(self)
 
     if not getattr(plain, "knows_cable", False):

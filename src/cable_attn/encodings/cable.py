@@ -74,7 +74,7 @@ class CableNW(PotentialEncoding):
         return torch.ones(self.geometry.num_heads)
 
     def steps(self, x: Tensor) -> Tensor:
-        return self.step(x).relu()
+        return self.step(x).mT.relu()
 
     def steps_and_gain(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         if type(self).steps is CableNW.steps and type(self).gain is CableNW.gain and may_read(x, self.step):
@@ -111,13 +111,13 @@ class Cable(PotentialEncoding):
             _fill(self.strength.bias, slope.expm1().log())
 
     def steps(self, x: Tensor) -> Tensor:
-        return self.step(x).relu()
+        return self.step(x).mT.relu()
 
     def least_gain(self) -> Tensor | None:
         return torch.full((self.geometry.num_heads,), self.gain_floor) if self.gain_floor else None
 
     def gain(self, x: Tensor) -> Tensor:
-        return nn.functional.softplus(self.strength(x)) + self.gain_floor
+        return nn.functional.softplus(self.strength(x).mT) + self.gain_floor
 
     def bias(self, x: Tensor, layout: Layout, memory: PotentialMemory | None = None) -> PotentialBias | TokenBias:
         return _decoded(self, x, layout, memory) or super().bias(x, layout, memory)

@@ -27,4 +27,4 @@ class Fox(PotentialEncoding):
         return torch.ones(self.geometry.num_heads)
 
     def steps(self, x: Tensor) -> Tensor:
-        return -nn.functional.logsigmoid(self.forget(x))
+        return -nn.functional.logsigmoid(self.forget(x).mT)

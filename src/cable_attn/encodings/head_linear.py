@@ -19,7 +19,7 @@ from cable_attn.errors import CableError
 
 
 class HeadLinear(nn.Linear):
-    """x [B, T, C] → [B, H, T], in fp32 (fp64 for fp64 models) whatever autocast or the model's dtype say.
+    """x [B, T, C] → [B, T, H], in fp32 (fp64 for fp64 models) whatever autocast or the model's dtype say.
 
     With ``per_head_input`` head h reads only its own slice of x.
     """
@@ -39,21 +39,21 @@ class HeadLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.per_head_input:
-            return _linear(x, self.weight, self.bias)
+            return _linear(x, self.weight, self.bias).mT
         wide = at_least_float32(x.dtype)
         with torch.autocast(x.device.type, enabled=False):
             weight, bias = self.weight.to(wide), self.bias.to(wide)
-            return torch.einsum("bthd,hd->bht", x.to(wide).unflatten(-1, weight.shape), weight) + bias[:, None]
+            return torch.einsum("bthd,hd->bth", x.to(wide).unflatten(-1, weight.shape), weight) + bias
 
 
 def together(first: nn.Module, second: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The outputs of two :class:`HeadLinear` from one pass over x, which is what they cost.
+    """The outputs [B, H, T] of two :class:`HeadLinear` from one pass over x, which is what they cost.
 
     A layer that something has wrapped or changed (an adapter, a hook, quantisation) is called as it is.
     """
     layers: tuple[Any, ...] = (first, second)
     if not all(_is_plain(layer) for layer in layers):
-        return first(x), second(x)
+        return first(x).mT, second(x).mT
     weight, bias = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
     left, right = _linear(x, weight, bias).split([layer.out_features for layer in layers], dim=1)
     return left, right

@@ -38,6 +38,9 @@ class CachedPotential:
         return c.index_select(-1, before).squeeze(-1) * (layout.query_start > 0)
 
     def append(self, c: Tensor, layout: Layout) -> Tensor:
+        while len(self.cache.layers) < self.slot - self.layer:  # one that was made without a config has none yet
+            assert self.cache.layer_class_to_replicate is not None
+            self.cache.layers.append(self.cache.layer_class_to_replicate())
         layer = _slot(self.cache, self.slot, self.layer)
         new, nothing = c.unsqueeze(-1), c.new_empty(*c.shape, 0)
         if not isinstance(layer, StaticLayer):
