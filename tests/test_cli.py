@@ -498,3 +498,14 @@ def test_work_without_a_terminal_is_told_in_lines(monkeypatch):
         lines = written.getvalue().splitlines()
     assert before.splitlines() == ["       cell-0   0 %      0 s  training, loss 0"]
     assert [line.split(" s  ")[1] for line in lines] == ["training, loss 0", "training, loss 1", "done"]
+
+
+def test_eval_refuses_tokens_that_the_model_cannot_read(checkpoint, tmp_path):
+    from cable_attn.data.shards import import_tokens
+
+    np.asarray([5, 5000, 5], dtype="<u2").tofile(tmp_path / "a.bin")
+    np.asarray([5], dtype="<u2").tofile(tmp_path / "b.bin")
+    import_tokens(tmp_path / "data", {"test": tmp_path / "a.bin", "validation": tmp_path / "b.bin"}, 6000, 5)
+    for split, words in (("test", "has a token 5000"), ("validation", "hold more out")):
+        done = CliRunner().invoke(app, ["eval", str(checkpoint), "--data", str(tmp_path / "data"), "--split", split])
+        assert done.exit_code != 0 and words in str(done.exception), done.exception

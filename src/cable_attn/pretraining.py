@@ -31,7 +31,7 @@ from cable_attn.data.sources import open_source
 from cable_attn.data.tokenizers import find_tokenizer, load_tokenizer
 from cable_attn.data.windows import Masked, Order, TokenWindows
 from cable_attn.environment import environment
-from cable_attn.errors import CableError
+from cable_attn.errors import CableError, require_known
 from cable_attn.evaluation import checkpoint_hash, require_positions
 from cable_attn.files import read_json, writable_folder, write_atomically, write_json
 from cable_attn.models import CableBertConfig, CableBertForMaskedLM, CableGPTConfig, CableGPTForCausalLM
@@ -42,6 +42,8 @@ from cable_attn.training import DecayingTrainer, Watcher, Watching, last_complet
 
 FREE = ("train.workers", "train.report_to", "train.keep", "train.log_every", "train.eval_every", "train.save_every")
 """What a resumed run may change: nothing of it touches the losses."""
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "comet_ml", "clearml", "swanlab")
+"""Those of transformers that are packages of the same name."""
 
 
 class Stopped(Exception):
@@ -267,6 +269,7 @@ def changes(path: Path, recipe: Recipe) -> list[str]:
 
 def _require_trackers(names: list[str]) -> None:
     for name in names:
+        require_known("tracker in train.report_to", name, TRACKERS)
         if importlib.util.find_spec(name) is None:
             raise CableError(
                 f"train.report_to names {name!r}, which is not installed. Install it (pip install {name}), "

@@ -61,6 +61,7 @@ def evaluate(
     }
     model, tokenizer, digest = _load(checkpoint, need_tokenizer=data is None or passkey > 0 or bool(tasks))
     held_out = _held_out(text, data, split, tokens, tokenizer)
+    _require_readable(held_out, model)
     wanted = numbers(lengths) if lengths else _default_lengths(model, len(held_out.tokens))
     result: dict[str, Any] = {
         "checkpoint": checkpoint,
@@ -126,6 +127,19 @@ def _held_out(text: Path | None, data: Path | None, split: str, tokens: int, tok
         raise CableError("give --text or --data, not both.")
     found = from_texts(read_texts(text), tokenizer, str(text))
     return found.first(tokens + 1) if tokens else found
+
+
+def _require_readable(held_out: Any, model: Any) -> None:
+    if len(held_out.tokens) < 2:
+        raise CableError(
+            f"{held_out.source!r} has {len(held_out.tokens)} tokens, and two are the least that can be read. Give "
+            "another --split, or hold more out with cable data prepare --held-out 0.1."
+        )
+    largest, known = int(held_out.tokens.max()), model.config.vocab_size
+    if largest >= known:
+        raise CableError(
+            f"{held_out.source!r} has a token {largest}, and the model knows {known}: its tokenizer is another."
+        )
 
 
 def _default_lengths(model: Any, tokens: int) -> list[int]:
