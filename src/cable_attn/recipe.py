@@ -91,6 +91,13 @@ class Recipe:
         for name in ("steps", "tokens_per_update", "micro_batch", "log_every", "eval_every", "save_every", "keep"):
             if getattr(self.train, name) < 1:
                 raise CableError(f"train.{name} must be at least 1, got {getattr(self.train, name)}.")
+        for name in ("lowest_learning_rate", "weight_decay", "clip", "warmup_steps", "seed", "workers"):
+            if not getattr(self.train, name) >= 0:
+                raise CableError(f"train.{name} must be at least 0, got {getattr(self.train, name)}.")
+        if not self.train.learning_rate > 0:
+            raise CableError(f"train.learning_rate must be above 0, got {self.train.learning_rate}.")
+        if not all(0 <= beta < 1 for beta in self.train.betas):
+            raise CableError(f"train.betas must lie between 0 and 1, got {list(self.train.betas)}.")
         if self.data.length < 2:
             raise CableError(f"data.length must be at least 2, got {self.data.length}.")
         if not 0 <= self.data.passkey <= 1:

@@ -61,6 +61,8 @@ def data_prepare(
             out, Request(source, tokenizer, tokens, shard_tokens, column, held_out), streams, chosen, tell
         )
     console.print(_splits_table(manifest, out))
+    for split in [split for split, entry in manifest["splits"].items() if entry["tokens"] < 2]:
+        console.print(f"Nothing is in {split}: too few documents for its share. --held-out 0.5 takes every second one.")
 
 
 @data_app.command(name="import")
