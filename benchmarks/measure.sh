@@ -1,6 +1,7 @@
 #!/bin/bash
 # How benchmarks/results were made: one part after the other on one GPU, from the root of the repository. Of the parts that
-# compare speeds nothing else may run at the same time. Rows and cells land in OUT; what is to stay goes into results/.
+# compare speeds nothing else may run at the same time. Rows land in OUT, cells in runs/studies; what is to stay goes
+# into results/.
 #
 #   benchmarks/measure.sh tokens FOLDER     FOLDER: gutenberg_{train,valid,test}.bin.xz, uint16 tokens of GPT-2
 #   benchmarks/measure.sh medium            five minutes of training: what decode and prefill read
@@ -9,7 +10,7 @@ set -e
 OUT=${OUT:-runs/measured}
 mkdir -p "$OUT" data runs
 part=$1
-shift || { sed -n '2,8s/^# \?//p' "$0"; exit 2; }
+shift || { sed -n '2,9s/^# \?//p' "$0"; exit 2; }
 cable() { python -m cable_attn "$@"; }
 decode() { cable bench decode "$@" --results "$OUT/decode.jsonl"; }
 prefill() { cable bench prefill "$@" --results "$OUT/prefill.jsonl"; }

@@ -173,7 +173,4 @@ def _train(recipe: Recipe, out: Path, tell: Watcher) -> None:
         shown = shown if loss is None else f"training, loss {loss:.3f}"
         tell(shown, step / recipe.train.steps)
 
-    try:
-        pretraining.run(recipe, out, last_complete_checkpoint(out / "checkpoints") is not None, on_step)
-    except pretraining.Stopped as stopped:
-        raise pretraining.Stopped(f"{str(stopped).partition(' Go on')[0]} The same command goes on.") from stopped
+    pretraining.run(recipe, out, last_complete_checkpoint(out / "checkpoints") is not None, on_step)

@@ -214,7 +214,7 @@ def run(recipe: Recipe, folder: Path, resume: bool = False, watch: Watcher | Non
         trainer.train(resume_from_checkpoint=last_complete_checkpoint(checkpoints) if resume else None)
     trainer.require_finite()
     if stop.agreed:
-        raise Stopped(f"stopped at step {trainer.state.global_step}, saved. Go on with: cable train … --resume")
+        raise Stopped(f"stopped at step {trainer.state.global_step}, saved.")
     if recipe.model.checkpoint:
         trainer.model = adapting.finished(trainer.model, recipe.model)
     _save_model(trainer, _own_tokenizer(recipe) or data.tokenizer, folder)

@@ -147,9 +147,8 @@ def bench_decode(
     own = ["--steps", str(steps), "--compiled" if compiled else "--no-compiled"]
     own += ["--precision", precision] if precision else []
     chosen = {"steps": steps, "compile": compiled, "compare": compare}
-    _bench_generation(
-        ["decode", *own], models, size, lengths, batch, prune, text, results, (jobs, repeats), precision, chosen
-    )
+    command = ["decode", *own]
+    _bench_generation(command, models, size, lengths, batch, prune, text, results, jobs, repeats, precision, chosen)
 
 
 @bench_app.command(name="prefill")
@@ -169,12 +168,12 @@ def bench_prefill(
 ) -> None:
     """Seconds until the first new token, and peak memory, for prompts of several lengths."""
     command, chosen = ["prefill", "--piece", str(piece)], {"piece": piece}
-    _bench_generation(command, models, size, lengths, batch, prune, text, results, (jobs, repeats), "", chosen)
+    _bench_generation(command, models, size, lengths, batch, prune, text, results, jobs, repeats, "", chosen)
 
 
 def _bench_generation(
     command: list[str], models: list[str] | None, size: str, lengths: str, batch: int, prune: float, text: Path | None,
-    results: Path, processes: tuple[int, int], precision: str, options: dict[str, Any],
+    results: Path, jobs: int, repeats: int, precision: str, options: dict[str, Any],
 ) -> None:  # fmt: skip
     import torch
 
@@ -188,7 +187,6 @@ def _bench_generation(
     names = models or list(bench.ENCODINGS)
     wanted = bench.choose(names, size, prune or None)
     chosen = numbers(lengths) if lengths else list(bench.LENGTHS)
-    jobs, repeats = processes
     if repeats > 1 and jobs == 1:
         raise CableError(f"--repeats={repeats} measures each model in several processes: give --jobs 2 or more.")
     if jobs > 1:
@@ -199,7 +197,8 @@ def _bench_generation(
         tokens = None if text is None else torch.from_numpy(_token_ids(text))
         rows = bench.run(wanted, chosen, batch, tokens, precision=precision, **options)
     around = {"size": size, "begun": round(time.time()), **environment()}
-    for row in rows if bench.TURN in os.environ else bench.compare_pruned(rows):
+    waits_for_turn = bench.TURN in os.environ  # one of several jobs: the command that started them compares texts
+    for row in rows if waits_for_turn else bench.compare_pruned(rows):
         append(results, [{**row, **around}])
         _tell_generation(row)
     console.print(f"Rows added to {results}", markup=False, highlight=False)

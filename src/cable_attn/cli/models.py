@@ -50,7 +50,7 @@ def train(
     try:
         _train(chosen, folder, resume)
     except pretraining.Stopped as stopped:
-        console.print(str(stopped), markup=False, highlight=False)
+        say(f"{stopped} Go on with: cable train … --resume")
         raise typer.Exit(128 + 15) from None
     if leads():
         console.print(f"Done. The model and metrics.jsonl are in {folder}", markup=False, highlight=False)
@@ -146,7 +146,7 @@ def convert(
             )
             progress.update(task, what="done", completed=1.0)
     except Stopped as stopped:
-        say(f"{stopped} (the same command)")
+        say(f"{stopped} The same command goes on.")
         raise typer.Exit(128 + 15) from None
     rows = {"before": found["before"], f"after, {encoding}": found["after"]}
     values = {

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from cable_attn.bias import NewToken, PotentialBias, TokenBias
 from cable_attn.encodings.alibi import slopes
 from cable_attn.encodings.base import Geometry, PotentialEncoding, PotentialMemory
-from cable_attn.encodings.head_linear import HeadLinear, are_plain, may_read, read, together
+from cable_attn.encodings.head_linear import HeadLinear, kernels_serve, may_read, read, together
 from cable_attn.errors import CableError, require_known
 from cable_attn.layout import Layout
 
@@ -41,11 +41,11 @@ def _decoded(encoding: CableNW | Cable, x: Tensor, layout: Layout, memory: Poten
     room = memory.room(layout) if memory is not None else None
     own = type(encoding) in (CableNW, Cable, KCable)
     strength = encoding.strength if isinstance(encoding, Cable) else None
-    if room is None or not own or layout.document_ids is not None or not are_plain(x, encoding.step, strength):
+    if room is None or not own or layout.document_ids is not None or not kernels_serve(x, encoding.step, strength):
         return None
-    strong = (None, None) if strength is None else (strength.weight, strength.bias)
+    weight, bias = (None, None) if strength is None else (strength.weight, strength.bias)
     floor = encoding.gain_floor if isinstance(encoding, Cable) else 0.0
-    token = NewToken(x.contiguous(), encoding.step.weight, encoding.step.bias, strong[0], strong[1], floor)
+    token = NewToken(x.contiguous(), encoding.step.weight, encoding.step.bias, weight, bias, floor)
     return TokenBias(room, token, layout.key_mask, encoding.kernel)
 
 

@@ -113,7 +113,7 @@ project.register_autograd(
 def may_read(x: Tensor, *layers: nn.Module | None) -> bool:
     """Whether :func:`read` can stand in for these layers."""
     served = (torch.bfloat16, torch.float16) if x.device.type == "cuda" else (torch.float16,)  # the interpreter
-    if x.dtype not in served or not are_plain(x, *layers):
+    if x.dtype not in served or not kernels_serve(x, *layers):
         return False
     return all(layer is None or layer.weight.dtype == x.dtype for layer in layers)
 
@@ -147,7 +147,7 @@ def _(x, step, step_bias, strength, strength_bias, floor):  # type: ignore[no-un
     return (x.new_empty(shape, dtype=torch.float32), x.new_empty(0 if strength is None else shape, dtype=torch.float32))
 
 
-def are_plain(x: Tensor, *layers: nn.Module | None) -> bool:
-    """Whether kernels may make these layers' outputs for one token or all, from the weights as they are."""
+def kernels_serve(x: Tensor, *layers: nn.Module | None) -> bool:
+    """Whether kernels may stand in for these layers: nothing learns, and nothing has wrapped or changed them."""
     plain = all(layer is None or _is_plain(layer) for layer in layers)
     return plain and not torch.is_grad_enabled() and kernels_run_on(x.device) and x.dtype != torch.float64
