@@ -18,7 +18,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from cable_attn import CableGPTForCausalLM, findings, jobs, passkey, pretraining, study, summary
+from cable_attn import CableGPTForCausalLM, findings, jobs, passkey, pretraining, report, study, summary
 from cable_attn.cli import app
 from cable_attn.data import Document, embedded_corpus, train_bpe
 from cable_attn.errors import CableError
@@ -362,3 +362,15 @@ def test_training_mixes_passkey_texts_in(tmp_path, monkeypatch):
     assert again.manifest == data.manifest
     assert torch.equal(again.train[3]["input_ids"], data.train[3]["input_ids"])
     assert torch.equal(data.train[3]["labels"], data.train[3]["input_ids"])
+
+
+def test_a_figure_keeps_close_rivals_apart_beside_one_that_fails(monkeypatch, tmp_path):
+    drawn = []
+    monkeypatch.setattr(report, "save", lambda figure, stem: drawn.append(figure))
+    report.perplexity_figure({"cable": {64: 20.0, 128: 19.0}, "rope": {64: 20.5, 128: 4000.0}}, 64, tmp_path / "x")
+    report.place_figure({"cable": [(8, 3.0), (64, 2.9)], "rope": [(8, 3.1), (64, 8.25)]}, 64, tmp_path / "x")
+    wanted = [(19, 20.5, "rope (20 to 4,000)"), (2.9, 3.1, "rope (3.1 to 8.2)")]
+    for figure, (lowest, highest, named) in zip(drawn, wanted, strict=True):
+        low, high = figure.axes[0].get_ylim()
+        assert low < lowest and highest < high < 1.1 * highest
+        assert [text.get_text() for text in figure.legends[0].get_texts()] == ["cable", named]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ Curves = Mapping[str, list[tuple[int, float]]]
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")  # Okabe and Ito
 MARKERS = "osD^vPX"
 NOTE: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8, "color": "0.4"}
+WORST = 5.0
+"""Perplexities past so many times the lowest leave a figure, so that those of close rivals can be told apart."""
 
 
 KINDS = ("png", "svg", "pdf")
@@ -120,7 +123,7 @@ def generation_figure(decode: list[dict[str, Any]], prefill: list[dict[str, Any]
             own.sort(key=lambda row: row["length"])
             axes.plot([row["length"] for row in own], [row[key] for row in own], label=name, linewidth=1.5, **_style(n))
         axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
+        _log_scale(axes)
         axes.set_xlabel("tokens of the prompt")
         axes.set_ylabel(label)
         axes.grid(axis="y", color="0.92")
@@ -169,10 +172,20 @@ def loss_figure(
 
 def place_figure(curves: Curves, trained_at: int, stem: Path) -> list[Path]:
     """Loss at each place of a long text, a line for each name, as PNG, SVG and PDF."""
+    losses = {name: [loss for _, loss in curve] for name, curve in curves.items()}
+    values = [loss for own in losses.values() for loss in own]
+    top = min(values) + math.log(WORST)
+    curves = {_labelled(name, losses[name], top, ".1f"): curve for name, curve in curves.items()}
     figure, axes = _lines(curves, "loss on held-out text", "place in the text, tokens")
     _mark_training(axes, trained_at)
     axes.set_xscale("log", base=2)
+    axes.set_ylim(min(values) - 0.05, max(value for value in values if value <= top) + 0.05)
     return save(figure, stem)
+
+
+def _labelled(name: str, values: Collection[float], top: float, form: str) -> str:
+    """The name, and from where to where it goes if that is past the top of the figure."""
+    return name if max(values) <= top else f"{name} ({min(values):{form}} to {max(values):{form}})"
 
 
 def _lines(curves: Curves, what: str, along: str) -> tuple[Any, Any]:
@@ -199,17 +212,30 @@ def _mark_training(axes: Any, trained_at: int) -> None:
     axes.annotate("trained here", (trained_at, 0.97), xycoords=("data", "axes fraction"), xytext=(4, 0), **NOTE)
 
 
+def _log_scale(axes: Any) -> None:
+    """Logarithmic, with round numbers."""
+    from matplotlib.ticker import FormatStrFormatter, LogLocator, MaxNLocator, NullLocator
+
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    near = high < 5 * low  # no power of ten or one only
+    axes.yaxis.set_major_locator(
+        MaxNLocator(nbins=8, steps=[1, 2, 5, 10]) if near else LogLocator(subs=(1, 2, 5), numticks=20)
+    )
+    axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
 def perplexity_figure(results: Perplexities, trained_at: int, stem: Path) -> list[Path]:
     """Perplexity against length, as PNG, SVG and PDF."""
-    plt = pyplot()
-    import matplotlib
-
-    figure, axes = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
+    figure, axes = pyplot().subplots(figsize=(6.4, 4.2), layout="constrained")
+    values = [value for row in results.values() for value in row.values()]
+    top = WORST * min(values, default=1.0)
     for n, (name, row) in enumerate(results.items()):
         axes.plot(
             list(row),
             list(row.values()),
-            label=name,
+            label=_labelled(name, row.values() or [top], top, ",.0f"),
             linewidth=2.5 if n == 0 else 1.5,
             zorder=3 - n / 100,  # the first encoding lies on top
             **_style(n),
@@ -218,13 +244,9 @@ def perplexity_figure(results: Perplexities, trained_at: int, stem: Path) -> lis
     lengths = sorted({length for row in results.values() for length in row})
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [str(length) for length in lengths])
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
-    axes.yaxis.set_minor_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
-    values = [value for row in results.values() for value in row.values()]
-    if values and max(values) < 5 * min(values):  # no power of ten or one only: round numbers instead
-        axes.yaxis.set_major_locator(matplotlib.ticker.MaxNLocator(nbins=8, steps=[1, 2, 5, 10]))
-        axes.yaxis.set_minor_locator(matplotlib.ticker.NullLocator())
+    if values:
+        axes.set_ylim(0.96 * min(values), 1.04 * max(value for value in values if value <= top))
+    _log_scale(axes)
     axes.set_xlabel("tokens read at once")
     axes.set_ylabel("perplexity on held-out text")
     axes.grid(axis="y", color="0.92")
