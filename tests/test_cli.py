@@ -157,6 +157,7 @@ def test_help_teaches(in_process):
 def bad_folders(run, tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "triplets.jsonl").write_text('{"query": "a", "positive": "b", "negative": "c"}\n')
     (tmp_path / "short.txt").write_text("Too short to train on.")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
@@ -182,6 +183,7 @@ def bad_folders(run, tmp_path):
             ["demo", "--out", "{}/run", "--steps", "7", "--length", "16"],
             "(recipe.train.steps was 6 and is 7)",
         ),
+        (["demo", "--out", "{}/run", "--steps", "7", "--length", "16"], "With --fresh the demo begins anew"),
         (["demo", "--out", "{}/mine", "--fresh"], "will not delete it"),
         (["demo", "--out", "{}/runs", "--fresh"], "will not delete it"),
         (["demo", "--steps", "0"], "--steps"),
@@ -190,6 +192,24 @@ def bad_folders(run, tmp_path):
         (["eval", "{}/run/cable-0", "--lengths", "12,x"], "whole numbers like 128,512, got 'x'"),
         (["eval", "{}/run/cable-0", "--text", "{}/short.txt", "--lengths", "512"], "fewer than one window"),
         (["dmeo"], "dmeo"),
+        (["eval", "{}/run/cable-0", "--out", "{}/file/results.json"], "cannot write to folder"),
+        (["eval", "{}/run/cable-0", "--out", "{}/mine"], "is a folder. Name a file in it"),
+        (["data", "prepare", "{}/short.txt", "{}/file", "--tokenizer", "bpe:300"], "cannot write to folder"),
+        (["data", "prepare", "{}/empty.txt", "{}/runs/x", "--tokenizer", "bpe:300"], "has no text for train"),
+        (["retrieve", "eval", "embedded", "bm25", "--out", "{}/mine"], "is a folder"),
+        (["retrieve", "search", "{}/mine", "it", "--encoder", "x", "--cache", "{}/file"], "cannot write to folder"),
+        (["retrieve", "embedded", "{}/file"], "cannot write to folder"),
+        (["bench", "decode", "rope", "--results", "{}/file/rows"], "cannot write to folder"),
+        (["bench", "report", "--docs", "{}/mine", "--results", "{}/mine"], "holds no measurements"),
+        (["plot", "training", "--results", "{}/empty.txt"], "holds no measurement yet"),
+        (["plot", "training", "--results", "{}/short.txt"], "does not hold one JSON object a line"),
+        (["train", "{}/nowhere.toml"], "there is no file"),
+        (["study", "run", "{}/nowhere.toml"], "there is no file"),
+        (["reproduce", "figure3"], "cable bench train"),
+        (
+            ["retrieve", "train", "x", "{}/triplets.jsonl", "--out", "{}/new", "--epochs", "0"],
+            "epochs must be above 0, got 0.0",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(args, words, bad_folders, in_process):
@@ -336,6 +356,9 @@ def test_a_model_that_fails_in_a_benchmark_does_not_stop_the_others(checkpoint, 
     rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
     assert [row.get("error", row.get("length")) for row in rows] == [9, "CUDA out of memory. Tried to allocate"] * 2
     assert generation._agreement(torch.tensor([[1, 2, 3], [1, 2, 3]]), torch.tensor([[1, 2, 3], [1, 4, 3]])) == 1
+    options[1] = "20"
+    nothing_measured = CliRunner().invoke(app, ["bench", "decode", str(checkpoint), *options])
+    assert nothing_measured.exit_code == 1
 
 
 def test_texts_are_compared_as_soon_as_both_are_there_and_none_is_lost():
@@ -448,9 +471,13 @@ def _ask(server, port, body):
     raise AssertionError("no answer")
 
 
-def test_serve_says_what_is_missing(tmp_path):
+def test_serve_says_what_is_missing(checkpoint, tmp_path):
     done = CliRunner().invoke(app, ["serve", str(tmp_path)])
     assert done.exit_code != 0 and "has no config.json" in str(done.exception)
+    cable_attn.CableBertConfig().save_pretrained(tmp_path)
+    shutil.copy(checkpoint / "tokenizer.json", tmp_path)
+    done = CliRunner().invoke(app, ["serve", str(tmp_path)])
+    assert done.exit_code != 0 and "is an encoder" in str(done.exception)
 
 
 @pytest.mark.parametrize(

@@ -173,8 +173,17 @@ def metrics_lines(folder: Path) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-def test_sigterm_saves_and_exits(shards, tmp_path):
-    """Sent to the whole group, as a scheduler does: also to the processes that load data."""
+def test_an_override_may_set_one_entry_of_a_table():
+    told = ["overrides.qk_norm=true", "model.encoding_options.init=spread", "encoding_options.b=2"]
+    model = recipe.load("gpt-embedded", told).model
+    assert model.overrides == recipe.load("gpt-embedded").model.overrides | {"qk_norm": True}
+    assert model.encoding_options == {"init": "spread", "b": 2}
+    assert recipe.load("gpt-embedded", ["overrides={qk_norm = true}"]).model.overrides == {"qk_norm": True}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_asked_to_stop_saves_and_exits(shards, tmp_path, number):
+    """Sent to the whole group, as a scheduler and a terminal do: also to the processes that load data."""
     settings = ["save_every=1000", "steps=2000", "workers=1"]
     process = subprocess.Popen(
         command(shards, tmp_path / "run", *settings), stdout=subprocess.PIPE, start_new_session=True
@@ -182,9 +191,9 @@ def test_sigterm_saves_and_exits(shards, tmp_path):
     while metrics_lines(tmp_path / "run") < 3:
         time.sleep(0.01)
         assert process.poll() is None
-    os.killpg(process.pid, signal.SIGTERM)
+    os.killpg(process.pid, number)
     output = process.communicate(timeout=60)[0].decode()
-    assert process.returncode == 128 + signal.SIGTERM and "--resume" in output
+    assert process.returncode == 128 + number and "--resume" in output
     saved = last_complete_checkpoint(tmp_path / "run/checkpoints")
     assert saved is not None and int(saved.rsplit("-", 1)[1]) == max(metrics(tmp_path / "run"))
 

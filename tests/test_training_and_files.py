@@ -38,5 +38,5 @@ def test_unreadable_json_is_named(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(CableError, match=r"cannot write to folder .*file.*Choose another with --out"):
+    with pytest.raises(CableError, match=r"cannot write to folder .*file.*Choose another"):
         writable_folder(tmp_path / "file" / "below")

@@ -13,7 +13,7 @@ class CableError(ValueError):
 def reason(error: Exception) -> str:
     """The first line of what an error of somebody else's says, without its full stop."""
     told = str(error).strip() or type(error).__name__
-    return told.splitlines()[0][:200].rstrip(".")
+    return told.splitlines()[0][:300].rstrip(".")
 
 
 def unknown(kind: str, value: object, allowed: Iterable[str]) -> CableError:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import tomllib
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from cable_attn.errors import CableError
+from cable_attn.errors import CableError, unknown
 
 
 def writable_folder(path: Path) -> Path:
@@ -18,9 +20,15 @@ def writable_folder(path: Path) -> Path:
         with tempfile.TemporaryFile(dir=path):
             pass
     except OSError as error:
-        raise CableError(
-            f"cannot write to folder {str(path)!r}: {error.strerror}. Choose another with --out."
-        ) from error
+        raise CableError(f"cannot write to folder {str(path)!r}: {error.strerror}. Choose another.") from error
+    return path
+
+
+def writable_file(path: Path) -> Path:
+    """The same for a file, which need not be there."""
+    if path.is_dir():
+        raise CableError(f"{str(path)!r} is a folder. Name a file in it.")
+    writable_folder(path.parent)
     return path
 
 
@@ -43,6 +51,29 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CableError(f"cannot read {str(path)!r}: {error}. Delete it to make it anew.") from error
+
+
+def packaged(folder: str) -> list[str]:
+    """The names of the TOML files in a folder of the package."""
+    names = [path.name for path in (files("cable_attn") / folder).iterdir()]
+    return sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml"))
+
+
+def read_toml(kind: str, name: str, folder: str) -> dict[str, Any]:
+    """A TOML file by its path, or one of the package's by its name; ``kind`` is what errors call it."""
+    path = Path(name)
+    if name in packaged(folder):
+        text = (files("cable_attn") / folder / f"{name}.toml").read_text(encoding="utf-8")
+    elif path.suffix == ".toml" and path.is_file():
+        text = path.read_text(encoding="utf-8")
+    elif path.suffix == ".toml":
+        raise CableError(f"there is no file {name!r}.")
+    else:
+        raise unknown(kind, name, [*packaged(folder), "a .toml file"])
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise CableError(f"{kind} {name!r} is not TOML: {error}") from error
 
 
 def as_json(value: Any) -> Any:

@@ -12,7 +12,9 @@ import math
 import os
 import shutil
 import signal
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,7 +49,11 @@ TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "comet_ml", "clearml", 
 
 
 class Stopped(Exception):
-    """The run was asked to stop, and has saved."""
+    """The run was asked to stop by a signal, and has saved."""
+
+    def __init__(self, message: str, number: int = signal.SIGTERM):
+        super().__init__(message)
+        self.exit_code = 128 + number
 
 
 @dataclass(frozen=True)
@@ -190,7 +196,7 @@ def _blank(recipe: Recipe) -> PreTrainedModel:
 
 
 def run(recipe: Recipe, folder: Path, resume: bool = False, watch: Watcher | None = None) -> dict[str, float]:
-    """Train; the last metrics. Raises :class:`Stopped` after a SIGTERM, when all is saved."""
+    """Train; the last metrics. Raises :class:`Stopped` after a SIGTERM or a Ctrl-C, when all is saved."""
     _claim(folder, recipe, resume)
     checkpoints = folder / "checkpoints"
     arguments = _arguments(recipe, checkpoints)
@@ -202,7 +208,7 @@ def run(recipe: Recipe, folder: Path, resume: bool = False, watch: Watcher | Non
     if recipe.train.compile == "layers" and torch.cuda.is_available():
         compile_layers(model)
     _same_data(folder / "environment.json", data.manifest, resume)
-    with _stop_on_sigterm() as asked:
+    with _stop_when_asked() as asked:
         stop = _Stop(asked)
         callbacks = [stop, _Metrics(folder / "metrics.jsonl", recipe), Watching(watch)]
         trainer = _PretrainTrainer(
@@ -214,7 +220,7 @@ def run(recipe: Recipe, folder: Path, resume: bool = False, watch: Watcher | Non
         trainer.train(resume_from_checkpoint=last_complete_checkpoint(checkpoints) if resume else None)
     trainer.require_finite()
     if stop.agreed:
-        raise Stopped(f"stopped at step {trainer.state.global_step}, saved.")
+        raise Stopped(f"stopped at step {trainer.state.global_step}, saved.", *asked[:1])
     if recipe.model.checkpoint:
         trainer.model = adapting.finished(trainer.model, recipe.model)
     _save_model(trainer, _own_tokenizer(recipe) or data.tokenizer, folder)
@@ -410,7 +416,7 @@ class _PretrainTrainer(DecayingTrainer):
 
 
 class _Stop(TrainerCallback):
-    """After a SIGTERM: save and stop, all processes at the same step."""
+    """When asked: save and stop, all processes at the same step."""
 
     def __init__(self, asked: list[int]):
         self.asked, self.agreed = asked, False
@@ -465,17 +471,26 @@ def _parsed(line: str) -> dict[str, Any] | None:
 
 
 @contextmanager
-def _stop_on_sigterm() -> Iterator[list[int]]:
+def _stop_when_asked() -> Iterator[list[int]]:
+    """The signals that came: SIGTERM, or a Ctrl-C, of which a second one stops at once."""
     asked: list[int] = []
-    try:
-        before = signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
-    except ValueError:  # not in the main thread
+
+    def note(number: int, frame: Any) -> None:
+        if number == signal.SIGINT and number in asked:
+            raise KeyboardInterrupt
+        if number == signal.SIGINT and leads():
+            print("\nStopping: this step ends and is saved. Ctrl-C once more stops at once.", file=sys.stderr)
+        asked.append(number)
+
+    if threading.current_thread() is not threading.main_thread():  # where signals do not come
         yield asked
         return
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield asked
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _save_model(trainer: Any, tokenizer: Any, folder: Path) -> None:

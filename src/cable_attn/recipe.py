@@ -6,14 +6,15 @@ import difflib
 import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from importlib.resources import files
-from pathlib import Path
 from typing import Any, get_type_hints
 
-from cable_attn.errors import CableError, require_known, unknown
+from cable_attn.errors import CableError, require_known
+from cable_attn.files import packaged, read_toml
 
 FAMILIES = ("gpt", "bert")
 WEIGHTS = ("all", "new", "lora")
+TABLES = ("encoding_options", "overrides")
+"""Of which an override may set one entry."""
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
@@ -142,24 +143,12 @@ class Recipe:
 
 
 def builtin() -> list[str]:
-    folder = files("cable_attn") / "recipes"
-    return sorted(path.name.removesuffix(".toml") for path in folder.iterdir() if path.name.endswith(".toml"))
+    return packaged("recipes")
 
 
 def load(name: str, overrides: Sequence[str] = ()) -> Recipe:
     """A recipe by name or path, with ``key=value`` on top of it."""
-    path = Path(name)
-    if path.suffix == ".toml" and path.is_file():
-        text = path.read_text(encoding="utf-8")
-    elif name not in builtin():
-        raise unknown("recipe", name, [*builtin(), "a .toml file"])
-    else:
-        text = (files("cable_attn") / "recipes" / f"{name}.toml").read_text(encoding="utf-8")
-    try:
-        tree = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise CableError(f"recipe {name!r} is not TOML: {error}") from error
-    return with_overrides(from_tree(tree), overrides)
+    return with_overrides(from_tree(read_toml("recipe", name, "recipes")), overrides)
 
 
 def with_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
@@ -182,12 +171,12 @@ def _override(recipe: Recipe, text: str) -> Recipe:
     key, equals, value = text.partition("=")
     if not equals:
         raise CableError(f"an override is key=value, got {text!r}. Example: train.steps=100")
-    part, name = _find(key.strip())
+    part, name, entry = _find(key.strip())
     try:
         parsed = tomllib.loads(f"x = {value}")["x"]
     except tomllib.TOMLDecodeError:
         parsed = value  # a string without quotes
-    return _set(recipe, part, name, parsed)
+    return _set(recipe, part, name, {**getattr(getattr(recipe, part), name), entry: parsed} if entry else parsed)
 
 
 def _keys() -> dict[str, list[str]]:
@@ -195,15 +184,15 @@ def _keys() -> dict[str, list[str]]:
     return {part: [f.name for f in fields(cls)] for part, cls in parts.items()}
 
 
-def _find(key: str) -> tuple[str, str]:
-    """``steps`` and ``train.steps`` are the same."""
-    part, dot, name = key.partition(".")
+def _find(key: str) -> tuple[str, str, str]:
+    """Section, key, and an entry if that is a table: ``steps`` is ``train.steps``, ``overrides.x`` an entry of it."""
     keys = _keys()
-    if dot and part in keys and name in keys[part]:
-        return part, name
-    found = [part for part, names in keys.items() if key in names]
-    if len(found) == 1:
-        return found[0], key
+    first, dot, rest = key.partition(".")
+    sections, path = ([first], rest) if dot and first in keys else (list(keys), key)
+    name, _, entry = path.partition(".")
+    found = [section for section in sections if name in keys[section]]
+    if len(found) == 1 and (not entry or name in TABLES):
+        return found[0], name, entry
     raise _unknown_key(key, [f"{part}.{name}" for part, names in keys.items() for name in names])
 
 

@@ -11,11 +11,9 @@ import json
 import shutil
 import statistics
 import sys
-import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ from cable_attn.data.shards import Tokens
 from cable_attn.environment import environment
 from cable_attn.errors import CableError, unknown
 from cable_attn.evaluation import HeldOut, checkpoint_hash, evaluate, find_held_out, share_read
-from cable_attn.files import as_json, read_json, writable_folder, write_json
+from cable_attn.files import as_json, packaged, read_json, read_toml, writable_folder, write_json
 from cable_attn.models.loading import load_model, tokenizer_of
 from cable_attn.recipe import Recipe
 from cable_attn.retrieval import cell as retrieval_cell
@@ -135,11 +133,7 @@ class Cell:
 
 
 def builtin() -> list[str]:
-    return sorted(path.name.removesuffix(".toml") for path in _folder().iterdir() if path.name.endswith(".toml"))
-
-
-def _folder() -> Any:
-    return files("cable_attn") / "studies"
+    return packaged("studies")
 
 
 def load(name: str, overrides: Sequence[str] = (), *, checked: bool = True) -> Study:
@@ -147,18 +141,7 @@ def load(name: str, overrides: Sequence[str] = (), *, checked: bool = True) -> S
 
     checked: see :func:`check`; what is stored can be shown where its checkpoints are not.
     """
-    path = Path(name)
-    if path.suffix == ".toml" and path.is_file():
-        text = path.read_text(encoding="utf-8")
-    elif name in builtin():
-        text = (_folder() / f"{name}.toml").read_text(encoding="utf-8")
-    else:
-        raise unknown("study", name, [*builtin(), "a .toml file"])
-    try:
-        tree = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise CableError(f"study {name!r} is not TOML: {error}") from error
-    study = from_tree(path.stem, tree, list(overrides))
+    study = from_tree(Path(name).stem, read_toml("study", name, "studies"), list(overrides))
     if checked:
         check(study)
     return study
@@ -197,8 +180,7 @@ def from_tree(name: str, tree: dict[str, Any], overrides: list[str]) -> Study:
     for variant, own in tree.pop("variants", {}).items():
         variants[variant] = [*variants.get(variant, []), *own]
     parts = {"reading": tree.pop("reading", {}), "retrieval": tree.pop("retrieval", None)}
-    own = [f.name for f in fields(Study) if f.name not in ("name", "variants", *parts)]
-    _require_keys("study", tree, own)
+    _require_keys("study", tree, ["encodings", *(f.name for f in fields(Study) if f.name != "name")])
     _require_keys("reading", parts["reading"], [f.name for f in fields(Reading)])
     _require_keys("retrieval", parts["retrieval"] or {}, [f.name for f in fields(Retrieval) if f.name != "seed"])
     retrieval = None if parts["retrieval"] is None else Retrieval(**parts["retrieval"])

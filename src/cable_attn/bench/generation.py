@@ -337,7 +337,8 @@ class Measured(Process):
 
     def rows(self) -> list[dict[str, Any]]:
         found = [json.loads(line) for line in self.results.read_text().splitlines()] if self.results.exists() else []
-        return found if not self.process.returncode else [*found, {"model": self.name, "error": self.failure}]
+        told = not self.process.returncode or any("error" in row for row in found)
+        return found if told else [*found, {"model": self.name, "error": self.failure}]
 
 
 def run_in_turn(

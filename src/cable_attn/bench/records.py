@@ -9,11 +9,18 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from cable_attn.errors import CableError
 from cable_attn.tables import markdown_table
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    try:
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except ValueError as error:
+        raise CableError(f"{str(path)!r} does not hold one JSON object a line: {error}.") from error
+    if not rows:
+        raise CableError(f"{str(path)!r} holds no measurement yet.")
+    return rows
 
 
 def latest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -240,6 +247,5 @@ def fill(page: str, results: Path) -> str:
 
 def append(path: Path, rows: list[dict[str, Any]]) -> None:
     """Add rows to a results file; what is there stays."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)

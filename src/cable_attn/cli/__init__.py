@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from typer.core import TyperGroup
 
 from cable_attn.cli import bench, data, evaluation, generation, look, models, retrieval, study
 from cable_attn.cli.common import say
 from cable_attn.errors import CableError
 
+
+class _Commands(TyperGroup):
+    """Says a word after Ctrl-C."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            Console(stderr=True).print("Interrupted. What can be resumed goes on with the same command.")
+            raise typer.Exit(128 + signal.SIGINT) from None
+
+
 app = typer.Typer(
+    cls=_Commands,
     help="Train short, read long: position encodings that keep working past the training length.",
     no_args_is_help=True,
     add_completion=False,
@@ -44,11 +59,16 @@ def main() -> None:
     try:
         app()
     except CableError as error:
-        Console(stderr=True).print(f"[bold red]Error:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        Console(stderr=True).print("Interrupted. What can be resumed goes on with the same command.")
-        sys.exit(130)
+        _fail(str(error))
+    except OSError as error:
+        if error.filename is None:
+            raise
+        _fail(f"{error.filename}: {error.strerror}.")
+
+
+def _fail(message: str) -> None:
+    Console(stderr=True).print(f"[bold red]Error:[/] {escape(message)}", soft_wrap=True, highlight=False)
+    sys.exit(2)
 
 
 def _version(wanted: bool) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from cable_attn.cli.common import console, numbers
 from cable_attn.errors import CableError, require_known
@@ -18,30 +18,50 @@ bench_app = typer.Typer(
 )
 
 
+def _writable(results: Path) -> Path:
+    from cable_attn.files import writable_file
+
+    return writable_file(results)
+
+
+Results = Annotated[Path, typer.Option(help="JSONL file to which the rows are added.", callback=_writable)]
+
+
+def _keep(
+    rows: Iterable[dict[str, Any]], results: Path, around: dict[str, Any], tell: Callable[[dict[str, Any]], str]
+) -> list[dict[str, Any]]:
+    """Store and show rows as they come; that nothing could be measured is an exit code of 1."""
+    from cable_attn.bench.records import append
+
+    kept = []
+    for row in rows:
+        kept.append({**row, **around})
+        append(results, kept[-1:])
+        if told := tell(row):
+            console.print(told, markup=False, highlight=False, soft_wrap=True)
+    console.print(f"Rows added to {results}", markup=False, highlight=False)
+    if all("error" in row for row in kept):
+        raise typer.Exit(1)
+    return kept
+
+
 @bench_app.command(name="attention")
 def bench_attention(
     shapes: Annotated[
         str, typer.Option(help="batch,heads,tokens,dim, several with ';' between; default: the four standard ones.")
     ] = "",
-    results: Annotated[Path, typer.Option(help="JSONL file to which the rows are added.")] = Path(
-        "benchmarks/results/attention.jsonl"
-    ),
+    results: Results = Path("benchmarks/results/attention.jsonl"),
 ) -> None:
     """Fused CABLE attention against SDPA (flash, cuDNN), FlexAttention, a materialised bias and others.
 
     Needs a GPU. Prints GPU times in milliseconds and adds a JSON line for each row, with commit, GPU and versions.
     """
     from cable_attn.bench import attention as bench
-    from cable_attn.bench.records import append
     from cable_attn.environment import environment
 
     wanted = _shapes(shapes) if shapes else bench.SHAPES
-    around = environment()
-    for row in bench.run(wanted, console.print):
-        append(results, [{**row, **around}])
-        console.print(_bench_line(row), highlight=False, soft_wrap=True)
+    _keep(bench.run(wanted, console.print), results, environment(), _bench_line)
     console.print("cable bench report makes the table and the figure of them.")
-    console.print(f"Rows added to {results}", markup=False, highlight=False)
 
 
 @bench_app.command(name="tiles")
@@ -80,28 +100,29 @@ def bench_train(
     jobs: Annotated[
         int, typer.Option(min=1, help="Cells that start and compile at the same time; they are measured one by one.")
     ] = 1,
-    results: Annotated[Path, typer.Option(help="JSONL file to which the rows are added.")] = Path(
-        "benchmarks/results/training.jsonl"
-    ),
+    results: Results = Path("benchmarks/results/training.jsonl"),
 ) -> None:
     """Tokens per second and peak memory of training with each encoding, through cable train.
 
     The default list ends with CABLE as the authors' code does it, with a materialised bias.
     """
     from cable_attn.bench import training as bench
-    from cable_attn.bench.records import append
     from cable_attn.environment import environment
 
     wanted = [size.strip() for size in sizes.split(",")]
     for size in wanted:
         require_known("size", size, ["tiny", "small", "medium"])
     names = [name.strip() for name in encodings.split(",")] if encodings else [*bench.ENCODINGS, bench.MATERIALISED]
-    around = environment()
-    for row in bench.run(wanted, names, steps, overrides or [], jobs):
-        append(results, [{**row, **around}])
-        told = row.get("error") or f"{row['tokens_per_second']:>12,.0f} tokens/s   peak {row['peak_mib'] or 0:>7,} MiB"
-        console.print(f"{row['size']:>7} {row['encoding']:>20} {told}", markup=False, highlight=False)
-    console.print(f"Rows added to {results}", markup=False, highlight=False)
+
+    def told(row: dict[str, Any]) -> str:
+        speed = row.get("error") or f"{row['tokens_per_second']:>12,.0f} tokens/s{_peak(row)}"
+        return f"{row['size']:>7} {row['encoding']:>20} {speed}"
+
+    _keep(bench.run(wanted, names, steps, overrides or [], jobs), results, environment(), told)
+
+
+def _peak(row: dict[str, Any]) -> str:
+    return f"   peak {row['peak_mib']:>7,} MiB" if row["peak_mib"] else ""  # a GPU's
 
 
 Models = Annotated[
@@ -133,9 +154,7 @@ def bench_decode(
     precision: Annotated[str, typer.Option(help="bf16 or fp32; default: bf16 on a GPU.")] = "",
     jobs: Jobs = 1,
     repeats: Repeats = 1,
-    results: Annotated[Path, typer.Option(help="JSONL file to which the rows are added.")] = Path(
-        "benchmarks/results/decode.jsonl"
-    ),
+    results: Results = Path("benchmarks/results/decode.jsonl"),
 ) -> None:
     """Tokens per second behind prompts of several lengths, one model after the other.
 
@@ -162,9 +181,7 @@ def bench_prefill(
     piece: Annotated[int, typer.Option(min=0, help="Tokens read at once; 0: the whole prompt.")] = 0,
     jobs: Jobs = 1,
     repeats: Repeats = 1,
-    results: Annotated[Path, typer.Option(help="JSONL file to which the rows are added.")] = Path(
-        "benchmarks/results/prefill.jsonl"
-    ),
+    results: Results = Path("benchmarks/results/prefill.jsonl"),
 ) -> None:
     """Seconds until the first new token, and peak memory, for prompts of several lengths."""
     command, chosen = ["prefill", "--piece", str(piece)], {"piece": piece}
@@ -178,7 +195,6 @@ def _bench_generation(
     import torch
 
     from cable_attn.bench import generation as bench
-    from cable_attn.bench.records import append
     from cable_attn.environment import environment
 
     require_known("size", size, ["tiny", "small", "medium"])
@@ -198,10 +214,7 @@ def _bench_generation(
         rows = bench.run(wanted, chosen, batch, tokens, precision=precision, **options)
     around = {"size": size, "begun": round(time.time()), **environment()}
     waits_for_turn = bench.TURN in os.environ  # one of several jobs: the command that started them compares texts
-    for row in rows if waits_for_turn else bench.compare_pruned(rows):
-        append(results, [{**row, **around}])
-        _tell_generation(row)
-    console.print(f"Rows added to {results}", markup=False, highlight=False)
+    _keep(rows if waits_for_turn else bench.compare_pruned(rows), results, around, _generation_line)
 
 
 def _token_ids(path: Path) -> Any:
@@ -216,12 +229,12 @@ def _token_ids(path: Path) -> Any:
     return ids.astype(np.int64)
 
 
-def _tell_generation(row: dict[str, Any]) -> None:
+def _generation_line(row: dict[str, Any]) -> str:
     speed = f"{row['tokens_per_second']:>10,.1f} tokens/s" if "tokens_per_second" in row else ""
     wait = f"{row['seconds_to_first_token']:>10.3f} s" if "seconds_to_first_token" in row else ""
-    told = row.get("error") or f"{speed}{wait}   peak {row['peak_mib'] or 0:>7,} MiB"
+    told = row.get("error") or f"{speed}{wait}{_peak(row)}"
     told += "".join(f"   {key} {row[key]}/{row['compared']}" for key in ("as_dynamic", "as_unpruned") if key in row)
-    console.print(f"{row['model']:>24} {row.get('length', 0):>7,} {told}", markup=False, highlight=False)
+    return f"{row['model']:>24} {row.get('length', 0):>7,} {told}"
 
 
 @bench_app.command(name="forget")
@@ -232,15 +245,12 @@ def bench_forget(
     tokens: Annotated[int, typer.Option(min=1, help="Of the text to read.")] = 65536,
     piece: Annotated[int, typer.Option(min=1, help="Tokens read at once, and between two rows.")] = 1024,
     compare: Annotated[int, typer.Option(min=0, help="Tokens of the continuation to compare.")] = 256,
-    results: Annotated[Path, typer.Option(help="JSONL file to which the rows are added.")] = Path(
-        "benchmarks/results/forget.jsonl"
-    ),
+    results: Results = Path("benchmarks/results/forget.jsonl"),
 ) -> None:
     """How many keys a forgetting cache holds as a text goes on, beside a cache that keeps everything."""
     import torch
 
     from cable_attn.bench import generation as bench
-    from cable_attn.bench.records import append
     from cable_attn.environment import environment
     from cable_attn.models.loading import load_model
 
@@ -250,12 +260,14 @@ def bench_forget(
     precision = "bf16" if torch.cuda.is_available() else "fp32"
     model = bench.prepare(load_model(checkpoint), precision)
     around = {"model": str(checkpoint), "precision": precision, **environment()}
-    for row in bench.forget(model, found.to(model.device), epsilon, piece, compare):
-        append(results, [{**row, **(bench.origin(checkpoint) if "as_full" in row else {}), **around}])
-        told = f"{row['tokens']:>8,} read   {row['mib']:8.1f} MiB of {row['full_mib']:8.1f}   kept {row['kept']}"
-        told += f"   as_full {row['as_full']}/{compare}" if "as_full" in row else ""
-        console.print(told, markup=False, highlight=False)
-    console.print(f"Rows added to {results}", markup=False, highlight=False)
+    rows = bench.forget(model, found.to(model.device), epsilon, piece, compare)
+    whole = (row | bench.origin(checkpoint) if "as_full" in row else row for row in rows)
+
+    def told(row: dict[str, Any]) -> str:
+        read = f"{row['tokens']:>8,} read   {row['mib']:8.1f} MiB of {row['full_mib']:8.1f}   kept {row['kept']}"
+        return read + (f"   as_full {row['as_full']}/{compare}" if "as_full" in row else "")
+
+    _keep(whole, results, around, told)
 
 
 @bench_app.command(name="pruning")
@@ -264,9 +276,7 @@ def bench_pruning(
     text: Annotated[Path, typer.Argument(help="A text for its tokenizer, or a .npy file of token ids.")],
     lengths: Annotated[str, typer.Option(help="Tokens, with commas between.")] = "16384,65536",
     epsilon: Annotated[float, typer.Option(help="The weight that a row may lose.")] = 1e-4,
-    results: Annotated[Path, typer.Option(help="JSONL file to which the rows are added.")] = Path(
-        "benchmarks/results/pruning.jsonl"
-    ),
+    results: Results = Path("benchmarks/results/pruning.jsonl"),
 ) -> None:
     """What prune=ε saves on a trained model's own queries, keys and biases, beside cuDNN without a bias.
 
@@ -274,7 +284,7 @@ def bench_pruning(
     """
 
     from cable_attn.bench import pruning as bench
-    from cable_attn.bench.records import append, pruning_markdown
+    from cable_attn.bench.records import pruning_markdown
     from cable_attn.data import encode, read_texts
     from cable_attn.environment import environment
     from cable_attn.models.loading import load_causal_lm, load_model
@@ -284,13 +294,9 @@ def bench_pruning(
     else:
         model, tokenizer = load_causal_lm(checkpoint)
         tokens = encode(read_texts(text), tokenizer)
-    around = environment()
-    rows = []
-    for row in bench.run(model, tokens, numbers(lengths), epsilon, console.print):
-        rows.append({**row, **around})
-        append(results, rows[-1:])
+    found = bench.run(model, tokens, numbers(lengths), epsilon, console.print)
+    rows = _keep(found, results, environment(), lambda row: "")
     console.print(pruning_markdown(rows), highlight=False, soft_wrap=True)
-    console.print(f"Rows added to {results}", markup=False, highlight=False)
 
 
 @bench_app.command(name="report")
@@ -319,6 +325,8 @@ def bench_report(
         written += generation_figure(decode, prefill, docs / "generation")
     if (results / "forget.jsonl").exists():
         written += forgetting_figure(records.latest(records.read(results / "forget.jsonl")), docs / "forgetting")
+    if not written:
+        raise CableError(f"{str(results)!r} holds no measurements, and {str(docs)!r} no document to put them in.")
     console.print("Written:", *written, highlight=False)
 
 
@@ -337,7 +345,7 @@ def _shapes(text: str) -> tuple[Any, ...]:
 def _bench_line(row: dict[str, Any]) -> str:
     shape = ",".join(str(number) for number in row["shape"].values())
     if "error" in row:
-        return f"{shape:>16} {row['peer']:>14}   {escape(row['error'])}"
+        return f"{shape:>16} {row['peer']:>14}   {row['error']}"
     return (
         f"{shape:>16} {row['peer']:>14}   forward {row['forward_ms']:8.3f} ms   "
         f"forward+backward {row['both_ms']:8.3f} ms   peak {row['peak_mib']:7.0f} MiB"

@@ -52,6 +52,7 @@ def evaluate(
     ```
     """
     from cable_attn.environment import environment
+    from cable_attn.files import writable_file
     from cable_attn.passkey import FORMS
 
     if form not in FORMS:
@@ -59,6 +60,8 @@ def evaluate(
     settings = {
         key: str(value) if isinstance(value, Path) else value for key, value in locals().items() if _simple(value)
     }
+    if out is not None:
+        writable_file(out)
     model, tokenizer, digest = _load(checkpoint, need_tokenizer=data is None or passkey > 0 or bool(tasks))
     held_out = _held_out(text, data, split, tokens, tokenizer)
     _require_readable(held_out, model)
@@ -98,7 +101,6 @@ def _store(out: Path | None, result: dict[str, Any]) -> None:
     from cable_attn.files import write_json
 
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
         write_json(out, result)
 
 

@@ -94,7 +94,7 @@ def serve(
     from transformers.utils.import_utils import is_serve_available
 
     from cable_attn.models import CableGPTForCausalLM
-    from cable_attn.models.loading import checkpoint_folder
+    from cable_attn.models.loading import checkpoint_folder, load_config
 
     if not is_serve_available():
         raise CableError("cable serve needs a few more packages: pip install 'cable-attn[serve]'.")
@@ -104,6 +104,8 @@ def serve(
     for name in ("config.json", "tokenizer.json"):
         if not (folder / name).is_file():
             raise CableError(f"{checkpoint!r} has no {name}: give the folder of a finished run, or a model of the hub.")
+    if load_config(folder).model_type == "cable_bert":
+        raise CableError(f"{checkpoint!r} is an encoder, which does not write text. cable retrieve search uses it.")
     # The server looks for a model's class among those of transformers; no code comes from the checkpoint.
     setattr(transformers, CableGPTForCausalLM.__name__, CableGPTForCausalLM)
     Console(stderr=True).print(f"{checkpoint} at http://{host}:{port}/v1/completions", highlight=False)

@@ -41,11 +41,11 @@ def explore(
     ```
     """
     from cable_attn.explore.page import render
-    from cable_attn.files import write_atomically
+    from cable_attn.files import writable_file, write_atomically
 
     if len(checkpoints) > 2:
         raise CableError(f"explore shows one checkpoint or two side by side, got {len(checkpoints)}.")
-    _require_folder(out)
+    writable_file(out)
     looked = _look(checkpoints, text, tokens, attention)
     title = " beside ".join(f"{one.encoding} ({one.name})" for one in looked)
     page = render(looked, f"Inside {title}").encode()
@@ -101,14 +101,6 @@ def _layers(text: str, layers: int) -> list[int]:
         raise CableError(f"--attention wants layers like 0,5 or −1, or all; got {text!r}.") from error
 
 
-def _require_folder(path: Path) -> None:
-    from cable_attn.files import writable_folder
-
-    if path.is_dir():
-        raise CableError(f"--out {str(path)!r} is a folder. Name a file in it.")
-    writable_folder(path.parent)
-
-
 def report(
     source: Annotated[str, typer.Argument(help="A run folder, a folder of runs, or a study's name.")],
     out: Annotated[Path | None, typer.Option(help="The page; default: report.html in the folder.")] = None,
@@ -124,10 +116,11 @@ def report(
     ```
     """
     from cable_attn import summary
+    from cable_attn.files import writable_file
 
     folder, title, paper = _find_study(source)
     if out is not None:
-        _require_folder(out)
+        writable_file(out)
     say(f"Report: {summary.write(folder, summary.gather(folder, title, paper), out)}")
 
 

@@ -51,7 +51,7 @@ def train(
         _train(chosen, folder, resume)
     except pretraining.Stopped as stopped:
         say(f"{stopped} Go on with: cable train … --resume")
-        raise typer.Exit(128 + 15) from None
+        raise typer.Exit(stopped.exit_code) from None
     if leads():
         console.print(f"Done. The model and metrics.jsonl are in {folder}", markup=False, highlight=False)
 
@@ -147,7 +147,7 @@ def convert(
             progress.update(task, what="done", completed=1.0)
     except Stopped as stopped:
         say(f"{stopped} The same command goes on.")
-        raise typer.Exit(128 + 15) from None
+        raise typer.Exit(stopped.exit_code) from None
     rows = {"before": found["before"], f"after, {encoding}": found["after"]}
     values = {
         name: {row["length"]: [row["perplexity"]] for row in read if "perplexity" in row} for name, read in rows.items()

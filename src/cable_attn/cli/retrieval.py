@@ -90,10 +90,13 @@ def evaluate(
     Example: `cable retrieve eval embedded runs/retriever bm25 --lengths 128,1024`
     """
     from cable_attn.environment import environment
-    from cable_attn.files import write_json
+    from cable_attn.files import writable_file, writable_folder, write_json
     from cable_attn.retrieval import evaluation
     from cable_attn.retrieval.collection import find_collection
 
+    writable_folder(cache)
+    if out is not None:
+        writable_file(out)
     found = find_collection(collection, split)
     for note in found.notes:
         say(f"Note: {note}")
@@ -110,7 +113,6 @@ def evaluate(
         table.add_row(*_cells(row))
     console.print(table)
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
         write_json(out, {"collection": found.name, "collection_sha256": found.sha256, "results": rows, **environment()})
         say(f"Results: {out}")
 
@@ -134,9 +136,11 @@ def search(
 
     Example: `cable retrieve search notes/ "why did we change the learning rate" --encoder runs/retriever`
     """
+    from cable_attn.files import writable_folder
     from cable_attn.retrieval.search import read_library
     from cable_attn.retrieval.search import search as run
 
+    writable_folder(cache)
     library = read_library(folder)
     for note in library.notes:
         say(f"Note: {note}")
@@ -155,9 +159,9 @@ def embedded(folder: Annotated[Path, typer.Argument(help="Folder for the set.")]
     from cable_attn.files import writable_folder
     from cable_attn.retrieval.embedded import write_embedded
 
-    if folder.exists() and any(folder.iterdir()):
+    if any(writable_folder(folder).iterdir()):
         raise CableError(f"{str(folder)!r} is not empty. Choose another folder.")
-    write_embedded(writable_folder(folder))
+    write_embedded(folder)
     say(f"Written: {folder}")
 
 

@@ -159,6 +159,8 @@ def reproduce(
     if not what:
         list_studies(markdown=False)
         return
+    if what == "figure3":
+        raise CableError("Figure 3 is speed and memory, which has no study: cable bench train, and cable bench decode.")
     require_known("table or study", what, [*PAPER, *studies.builtin()])
     failed = False
     for name in PAPER.get(what, [what]):
@@ -226,6 +228,7 @@ def demo(
         if is_new:  # nothing was done, so nothing is left behind
             shutil.rmtree(out, ignore_errors=True)
         raise
+    _require_same_settings(study, out)
     failed = _run_here(study, out, [])
     _tell_failures(failed, len(study.cells()))
     page = _report(study, out)
@@ -256,6 +259,16 @@ def _require_windows(study: Any, out: Path) -> None:
     if cell.recipe().data.path != "embedded":
         TokenWindows(Tokens(out / "data", "train"), cell.recipe().data.length)
     studies.check_reading(cell)
+
+
+def _require_same_settings(study: Any, out: Path) -> None:
+    from cable_attn import study as studies
+
+    try:
+        for cell in study.cells():
+            studies.stored_result(cell, out)
+    except CableError as error:
+        raise CableError(f"{error} With --fresh the demo begins anew.") from None
 
 
 def _forget(out: Path) -> None:
@@ -306,9 +319,9 @@ def _run_here(study: Any, folder: Path, only: list[str]) -> dict[str, str]:
 
         try:
             return studies.run(study, folder, only=only, watch=watch)
-        except Stopped:
+        except Stopped as stopped:
             say("Stopped and saved. The same command goes on from here.")
-            raise typer.Exit(128 + 15) from None
+            raise typer.Exit(stopped.exit_code) from None
 
 
 def _run_in_processes(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import lzma
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -22,7 +23,7 @@ from cable_attn.data.corpus import Document
 from cable_attn.data.sources import Stream
 from cable_attn.data.tokenizers import HuggingFaceTokenizer, TextTokenizer, load_tokenizer
 from cable_attn.errors import CableError, require_known
-from cable_attn.files import read_json, write_atomically, write_json
+from cable_attn.files import read_json, writable_folder, write_atomically, write_json
 
 MANIFEST = "manifest.json"
 SHARD_TOKENS = 100_000_000
@@ -51,7 +52,7 @@ def prepare(
     folder: Path, request: Request, streams: dict[str, Stream], tokenizer: TextTokenizer, tell: OnTokens | None = None
 ) -> dict[str, Any]:
     """Write the shards that are not there yet; the manifest."""
-    folder.mkdir(parents=True, exist_ok=True)
+    writable_folder(folder)
     manifest = _begin(folder, request, tokenizer.vocab_size, tokenizer.separator, list(streams), tokenizer.save)
     if (folder / "tokenizer").is_dir():  # a learned one is never learned twice
         tokenizer = HuggingFaceTokenizer(load_tokenizer(str(folder / "tokenizer")))
@@ -64,8 +65,9 @@ def prepare(
                 _add_shard(folder, manifest, split, shard, documents)
         entry["complete"] = True
         write_json(folder / MANIFEST, manifest)
-    empty = [split for split in streams if not manifest["splits"][split]["tokens"]]
+    empty = [split for split in streams if manifest["splits"][split]["tokens"] < 2]  # a separator is no text
     if "train" in empty or len(empty) == len(streams):
+        shutil.rmtree(folder)  # which holds nothing else
         raise CableError(f"source {request.source!r} has no text for {', '.join(empty)}.")
     return manifest
 
@@ -99,7 +101,7 @@ def import_tokens(
     texts = {split: _read_tokens(path, vocab_size, separator) for split, path in files.items()}  # all good, or nothing
     source = ",".join(f"{split}={path.name}" for split, path in files.items())
     request = Request(source, "imported", None, shard_tokens)
-    folder.mkdir(parents=True, exist_ok=True)
+    writable_folder(folder)
     save = None if tokenizer is None else tokenizer.save
     manifest = _begin(folder, request, vocab_size, separator, list(files), save)
     for split, tokens in texts.items():

@@ -48,7 +48,7 @@ class Order(Dataset):
     def __init__(self, windows: Dataset, seed: int, samples: int):
         self.windows, self.seed, self.samples = windows, seed, samples
         self._epoch, self._permutation = -1, np.zeros(0, np.int64)
-        self._ignores_sigterm = False
+        self._ignores_signals = False
 
     def __len__(self) -> int:
         return self.samples
@@ -62,9 +62,10 @@ class Order(Dataset):
         return int(self._permutation[place])
 
     def __getitem__(self, place: int) -> dict[str, Tensor]:
-        if get_worker_info() is not None and not self._ignores_sigterm:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the run decides when to stop, not its workers
-            self._ignores_sigterm = True
+        if get_worker_info() is not None and not self._ignores_signals:
+            for number in (signal.SIGTERM, signal.SIGINT):  # the run decides when to stop, not its workers
+                signal.signal(number, signal.SIG_IGN)
+            self._ignores_signals = True
         return self.windows[self.window(place)]
 
 

@@ -52,6 +52,11 @@ class Settings:
     seed: int = 0
     save_every: int = 500
 
+    def __post_init__(self) -> None:
+        for key in ("learning_rate", "epochs"):
+            if not getattr(self, key) > 0:
+                raise CableError(f"{key} must be above 0, got {getattr(self, key)}.")
+
     def steps(self, triplets: int) -> int:
         return max(round(triplets * self.epochs / self.batch_size), 1)
 
