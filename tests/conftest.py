@@ -13,6 +13,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported
 
 from cable_attn import CableBertConfig, CableGPTConfig
+from cable_attn.attention import fused
 from cable_attn.data.shards import Request, prepare
 from cable_attn.data.sources import open_source
 from cable_attn.data.tokenizers import find_tokenizer
@@ -26,6 +27,11 @@ SMALL = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_atten
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _prune_short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "FEW_SCORES", 0)
 
 
 @pytest.fixture(scope="session")

@@ -199,6 +199,15 @@ def steep(queries, keys, causal, **extra):
     return make_call(q * 0.3, k * 0.3, v, bias, layout, prune=1e-3)
 
 
+def test_short_texts_are_not_pruned(monkeypatch):
+    """To find out what can be left out would take longer than to read it."""
+    call = steep(320, 320, True)
+    monkeypatch.setattr(fused, "FEW_SCORES", 320**2)
+    assert fused.kept_share(call) < 1
+    monkeypatch.setattr(fused, "FEW_SCORES", 320**2 + 1)
+    assert fused.kept_share(call) == 1
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("extra", ["nothing", "documents", "padding", "outliers"])
 def test_pruning_drops_blocks_and_never_more_than_promised(causal, extra, monkeypatch):

@@ -196,12 +196,18 @@ def _(c, start, key_mask, x, step, *rest):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape[0], step.shape[0], 1, dtype=torch.float32)
 
 
-@torch.library.custom_op("cable_attn::summarise", mutates_args=("means", "numbers"))
 def summarise(
     k: Tensor, means: Tensor, numbers: Tensor, start: Tensor | None, place: int, queries: int, everything: bool
 ) -> None:
     """Write means [B, H, blocks, D] and numbers [B, H, blocks, 4] of the blocks that the keys from ``start`` (or
     ``place``) to ``start + queries`` complete; everything: and of all before."""
+    serve = torch.ops.cable_attn.summarise if torch.compiler.is_compiling() else _summarise
+    serve(k, means, numbers, start, place, queries, everything)
+
+
+def _summarise(
+    k: Tensor, means: Tensor, numbers: Tensor, start: Tensor | None, place: int, queries: int, everything: bool
+) -> None:
     from cable_attn.attention import pruning
 
     batch, key_heads, keys, dim = k.shape
@@ -216,9 +222,8 @@ def summarise(
         )  # fmt: skip
 
 
-@summarise.register_fake
-def _(*operands):  # type: ignore[no-untyped-def]
-    return None
+_summaries = torch.library.custom_op("cable_attn::summarise", _summarise, mutates_args=("means", "numbers"))
+_summaries.register_fake(lambda *operands: None)
 
 
 def blank_summaries(k: Tensor, keys: int) -> tuple[Tensor, Tensor]:

@@ -28,6 +28,8 @@ SPLIT = 128
 """How many keys share a base of the potential: a multiple of every tile."""
 BOUND_ROWS = 64
 """How many rows share a pair of pruning bounds."""
+FEW_SCORES = 2**30
+"""With fewer in all (16 heads of 8192 tokens), none is left out: to find out which can be takes longer."""
 
 
 def refuses(call: Call) -> str | None:
@@ -109,10 +111,15 @@ def _fused(call: Call) -> tuple[Tensor, ...]:
         c, kernel = _table(call.bias, call)
     together = call.together is not None and call.together.stride(-1) == 1
     tensors = (call.together, None, None) if together else rows_of_numbers(call.q, call.k, call.v)
-    numbers = (call.scale, layout.causal, layout.query_start, layout.window or 0, kernel, call.prune or 0.0)
+    numbers = (call.scale, layout.causal, layout.query_start, layout.window or 0, kernel, _share_to_prune(call))
     # The operator is what torch.compile sees; in eager mode its dispatch would cost more than a short text's kernels.
     serve = torch.ops.cable_attn.fused if torch.compiler.is_compiling() else _Fused.apply
     return serve(*tensors, c, g, *masks(layout), *numbers, heads if together else 0)
+
+
+def _share_to_prune(call: Call) -> float:
+    batch, heads, queries, _ = call.q.shape
+    return call.prune if call.prune and batch * heads * queries * call.k.shape[2] >= FEW_SCORES else 0.0
 
 
 def _table(bias: Bias, call: Call) -> tuple[Tensor, int]:
