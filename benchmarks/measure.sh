@@ -42,10 +42,16 @@ encodings)  # the second four write out their biases while they read a prompt, w
   decode rope fire cope dapev2-cable dapev2-kerple --lengths 1024,4096,16384 --jobs 5 ;;
 batch)  # one by one: each takes most of the memory
   decode rope cable alibi nope rope@sdpa --batch 16 --lengths 1024,4096,16384,65536 ;;
+attention)
+  cable bench attention --results "$OUT/attention.jsonl" ;;
+training)
+  cable bench train --jobs 6 --results "$OUT/training.jsonl" ;;
+pruning)  # after the study of books
+  cable bench pruning runs/studies/books/cable-0 data/held-out.npy --results "$OUT/pruning.jsonl" ;;
 conversion)
   study llama
   study conversion --jobs 4 ;;
-books | layers | long | dape | small)
+books | layers | long | dape | small | retrieval)
   study "$part" "$@" ;;
 *)
   echo "no part $part" >&2

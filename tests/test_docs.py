@@ -193,6 +193,10 @@ def test_a_verdict_follows_from_stored_numbers(tests, verdict, stored, tmp_path)
     lines = claims.table(stored, tmp_path / "page.md").splitlines()
     assert len(lines) == 2 + len(findings.claims()) and f"**{verdict}**" in lines[3] and "**not measured**" in lines[2]
     assert "](benchmarks/results/" in lines[3]
+    with (stored / "claims.toml").open("a") as file:
+        file.write('verdict = "not at this scale"\n')  # the best that they can show
+    lines = claims.table(stored, tmp_path / "page.md").splitlines()
+    assert f"**{'not at this scale' if verdict == 'holds' else verdict}**" in lines[3]
 
 
 def test_claims_compare_one_run_and_the_mean_of_seeds(stored, tmp_path):
@@ -209,11 +213,16 @@ def test_claims_compare_one_run_and_the_mean_of_seeds(stored, tmp_path):
     rows = [("rope", 1, 4.0, "bf16"), ("cable", 1, 1.0, "bf16"), ("cable", 1, 9.0, "fp32"), ("rope", 2, 0.5, "bf16")]
     lines = [row | dict(zip(("model", "begun", "ms", "precision"), one)) for one in rows]
     (stored / "results/decode.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    tests = ["books loss: cable@end > cable@end", "decode: cable@1024 < rope@1024"]
+    tests = [
+        "books loss: cable@end > cable@end",
+        "decode: cable@1024 < rope@1024",
+        "decode: rope@1024 > 0.1 * rope@1024",
+    ]
     (stored / "claims.toml").write_text(f"[[claim]]\nnumber = 2\ntests = {json.dumps(tests)}\n")
     told = claims.table(stored, tmp_path / "page.md")
     assert f"cable at end {again['training']['eval_loss'] - 1:.3f}" in told
     assert "decode: cable at 1024 1.000 < rope at 1024 4.000" in told
+    assert "decode: rope at 1024 0.500 > 0.1 × rope at 1024 0.500" in told, "the last run that has both"
 
 
 @pytest.mark.parametrize(

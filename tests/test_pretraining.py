@@ -173,6 +173,14 @@ def metrics_lines(folder: Path) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
+@pytest.mark.parametrize(("name", "devices"), [("gpt2-small-wikitext103", 8), ("gpt2-medium-fineweb-edu", 32)])
+def test_many_devices_share_an_update(name, devices):
+    """As README.md and docs/training.md start them."""
+    chosen = recipe.load(name)
+    windows, steps = chosen.batches(devices)
+    assert windows * steps * devices == chosen.windows_per_update and windows < chosen.train.micro_batch
+
+
 def test_an_override_may_set_one_entry_of_a_table():
     told = ["overrides.qk_norm=true", "model.encoding_options.init=spread", "encoding_options.b=2"]
     model = recipe.load("gpt-embedded", told).model

@@ -7,11 +7,12 @@ was measured that could decide it:
     number = 9
     tests = ["books: cable@15360 < cable-nw@15360", "training: cable@small > 0.97 * rope@small"]
 
-A table is a study (perplexity), ``STUDY COLLECTION`` (nDCG@10), ``STUDY loss`` (held out, @end), ``STUDY contrastive``
-(the last tenth of its curve, @end), ``STUDY speed`` (tokens a second, @training and @reading, of one that has
-``speeds``), ``training``, ``memory`` and ``parameters`` of ``cable bench train`` by size, or ``decode`` and ``prefill``
-of ``cable bench`` by length, the run with the most models. Of several seeds it is the mean. What follows from the
-formulae has a test: ``shown_by = "tests/FILE.py::NAME"``, and a verdict.
+A table is a study (perplexity), ``STUDY COLLECTION`` (nDCG@10), ``STUDY loss`` (held out @end, in training @half way),
+``STUDY contrastive`` (the last tenth of its curve, @end), ``STUDY speed`` (tokens a second, @training and @reading, of
+one that has ``speeds``), ``training``, ``memory`` and ``parameters`` of ``cable bench train`` by size, or ``decode``
+and ``prefill`` of ``cable bench`` by length, both numbers from the last run that has them. Of several seeds it is the
+mean. A verdict beside tests is the best that these can show. What follows from the formulae has a test: ``shown_by =
+"tests/FILE.py::NAME"``, and a verdict.
 """
 
 from __future__ import annotations
@@ -49,11 +50,20 @@ class Numbers:
     place: Path
     form: str = "{:.2f}"
 
+    def has(self, name: str, column: str) -> bool:
+        return column in self.values.get(name, {})
+
+
+Known = Mapping[str, list[Numbers]]
+"""By table; of several runs the last one first."""
+
 
 def table(stored: Path, page: Path) -> str:
     """All claims as Markdown."""
     said = _read(stored / FILE)
-    known = dict(_numbers(stored))
+    known: dict[str, list[Numbers]] = {}
+    for name, numbers in _numbers(stored):
+        known.setdefault(name, []).append(numbers)
     lines = []
     for number, claim in enumerate(findings.claims(), 1):
         entry = said.get(number, {})
@@ -74,15 +84,15 @@ def _read(path: Path) -> dict[int, dict[str, Any]]:
     return {entry["number"]: entry for entry in tree["claim"]}
 
 
-def _judge(said: dict[str, Any], known: dict[str, Numbers]) -> tuple[str, str, list[Path]]:
+def _judge(said: dict[str, Any], known: Known) -> tuple[str, str, list[Path]]:
     """The verdict, the numbers, and the files."""
+    best = said.get("verdict", "holds" if "tests" in said else "not measured")
+    require_known(f"verdict in {FILE}", best, VERDICTS)
     if not said.get("tests"):
-        verdict = said.get("verdict", "not measured")
-        require_known(f"verdict in {FILE}", verdict, VERDICTS)
-        return verdict, said.get("why", ""), []
+        return best, said.get("why", ""), []
     outcomes = [_compare(text, known) for text in said["tests"]]
     passed = sum(holds for holds, _, _ in outcomes)
-    verdict = "holds" if passed == len(outcomes) else "holds in part" if passed else "refuted"
+    verdict = best if passed == len(outcomes) else "holds in part" if passed else "refuted"
     told = "; ".join(text if holds else f"not: {text}" for holds, text, _ in outcomes)
     why = f" {said['why']}" if "why" in said else ""
     return verdict, f"{told}.{why}", list(dict.fromkeys(place for _, _, place in outcomes))
@@ -96,14 +106,15 @@ def _test(name: str, root: Path) -> Path:
     return path
 
 
-def _compare(text: str, known: dict[str, Numbers]) -> tuple[bool, str, Path]:
+def _compare(text: str, known: Known) -> tuple[bool, str, Path]:
     found = COMPARISON.fullmatch(text)
     if found is None:
         raise CableError(f"{text!r} in {FILE} is no comparison like 'books: cable@1024 < alibi@1024'.")
     part = found.groupdict()
     if part["table"] not in known:
         raise unknown(f"table in {FILE}", part["table"], list(known))
-    numbers = known[part["table"]]
+    runs, wanted = known[part["table"]], ((part["left"], part["at"]), (part["right"], part["by"]))
+    numbers = next((run for run in runs if all(run.has(*one) for one in wanted)), runs[0])
     left, right = _value(numbers, part["left"], part["at"]), _value(numbers, part["right"], part["by"])
     holds = OPERATORS[part["sign"]](left, float(part["factor"] or 1) * right)
     one, other = (numbers.form.format(value) for value in (left, right))
@@ -136,16 +147,17 @@ def _numbers(stored: Path) -> Iterator[tuple[str, Numbers]]:
     for name, key in (("decode", "ms"), ("prefill", "seconds_to_first_token")):
         path = stored / f"results/{name}.jsonl"
         if path.is_file():
-            yield name, _by_name(_one_run(records.read(path)), "model", "length", key, path, "{:.3f}")
+            for run in _runs(records.read(path)):
+                yield name, _by_name(run, "model", "length", key, path, "{:.3f}")
 
 
-def _one_run(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One text at a time, from the run that measured the most models: numbers of two runs are not compared."""
-    alone = [records.named(row) for row in records.latest(rows) if row.get("batch") == 1 and "error" not in row]
+def _runs(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """One text at a time; the last run first: numbers of two runs are not compared."""
+    alone = [records.named(row) for row in rows if row.get("batch") == 1 and "error" not in row]
     runs: dict[Any, list[dict[str, Any]]] = {}
     for row in records.fastest(alone):
-        runs.setdefault(row.get("begun"), []).append(row)
-    return max(runs.values(), key=lambda own: len({row["model"] for row in own}), default=[])
+        runs.setdefault((row.get("commit"), row.get("begun")), []).append(row)
+    return list(runs.values())[::-1]
 
 
 def _of_study(study: studies.Study, folder: Path) -> Iterator[tuple[str, Numbers]]:
@@ -154,8 +166,9 @@ def _of_study(study: studies.Study, folder: Path) -> Iterator[tuple[str, Numbers
     if perplexities:
         values = {name: {str(length): value for length, value in row.items()} for name, row in perplexities.items()}
         yield study.name, Numbers(values, folder)
-    losses = _means([(row["variant"], "end", row["training"].get("eval_loss")) for row in rows])
-    yield f"{study.name} loss", Numbers(losses, folder, "{:.3f}")
+    losses = [(row["variant"], "end", row["training"].get("eval_loss")) for row in rows]
+    losses += [(row["variant"], "half", _half_way(row["training"].get("curve"))) for row in rows]
+    yield f"{study.name} loss", Numbers(_means(losses), folder, "{:.3f}")
     if study.speeds:
         told = [(row["variant"], what, value) for row in rows for what, value in _speeds(row).items()]
         yield f"{study.name} speed", Numbers(_means(told), folder, "{:,.0f}")
@@ -183,6 +196,10 @@ def _speeds(row: dict[str, Any]) -> dict[str, float | None]:
         "training": row["training"].get("median_tokens_per_second"),
         "reading": tokens / seconds if seconds else None,
     }
+
+
+def _half_way(curve: list[tuple[int, float]] | None) -> float | None:
+    return _end(curve[: max(len(curve) // 2, 1)]) if curve else None
 
 
 def _end(curve: list[tuple[int, float]]) -> float:

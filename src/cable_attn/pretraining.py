@@ -162,7 +162,8 @@ def plan(recipe: Recipe, devices: int = 1) -> dict[str, Any]:
     model = _blank(recipe)
     require_positions(model, recipe.data.length)
     parameters = sum(p.numel() for p in model.parameters())
-    config, micro = model.config, recipe.train.micro_batch * recipe.data.length
+    windows, steps = recipe.batches(devices)
+    config, micro = model.config, windows * recipe.data.length
     half = 2 if recipe.train.precision != "fp32" else 4
     activations = micro * config.num_hidden_layers * config.hidden_size * 17 * half
     logits = micro * config.vocab_size * (half + 8)
@@ -175,7 +176,7 @@ def plan(recipe: Recipe, devices: int = 1) -> dict[str, Any]:
         "tokens per update": recipe.train.tokens_per_update,
         "updates": recipe.train.steps,
         "tokens in all": recipe.train.tokens_per_update * recipe.train.steps,
-        "micro batches to an update": recipe.accumulate(devices),
+        "micro batches to an update": steps,
         "devices": devices,
         "memory per device, about": f"{(parameters * 16 + activations + logits) / 2**20:,.0f} MiB",
     }
@@ -294,12 +295,13 @@ def _arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
     precision = part.precision
     if precision == "auto":
         precision = "bf16" if cuda and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    windows, steps = recipe.batches(devices)
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=part.steps,
-        per_device_train_batch_size=part.micro_batch,
-        per_device_eval_batch_size=part.micro_batch,
-        gradient_accumulation_steps=recipe.accumulate(devices),
+        per_device_train_batch_size=windows,
+        per_device_eval_batch_size=windows,
+        gradient_accumulation_steps=steps,
         learning_rate=part.learning_rate,
         lr_scheduler_type="cosine_with_min_lr",
         lr_scheduler_kwargs={"min_lr": part.lowest_learning_rate},

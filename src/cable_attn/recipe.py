@@ -53,7 +53,7 @@ class TrainPart:
     steps: int = 1000
     tokens_per_update: int = 524_288
     micro_batch: int = 64
-    """Windows on each device at a time; the rest of the update is accumulated."""
+    """Windows on each device at a time, at most; the rest of the update is accumulated."""
     learning_rate: float = 6e-4
     lowest_learning_rate: float = 6e-5
     warmup_steps: int = 750
@@ -126,16 +126,17 @@ class Recipe:
                 f"model.overrides has {', '.join(sizes)}, and a checkpoint has sizes of its own. Add overrides={{}}."
             )
 
-    def accumulate(self, devices: int) -> int:
-        """Micro batches to an update."""
-        one = self.train.micro_batch * self.data.length * devices
+    def batches(self, devices: int) -> tuple[int, int]:
+        """Windows on each device at a time, and how many such micro batches make an update."""
+        micro = min(self.train.micro_batch, max(self.windows_per_update // devices, 1))
+        one = micro * self.data.length * devices
         if self.train.tokens_per_update % one:
             below = max(self.train.tokens_per_update // one, 1) * one
             raise CableError(
                 f"train.tokens_per_update={self.train.tokens_per_update} is not a multiple of micro_batch × length × "
-                f"devices = {self.train.micro_batch} × {self.data.length} × {devices} = {one}. Nearest: {below}."
+                f"devices = {micro} × {self.data.length} × {devices} = {one}. Nearest: {below}."
             )
-        return self.train.tokens_per_update // one
+        return micro, self.train.tokens_per_update // one
 
     @property
     def windows_per_update(self) -> int:

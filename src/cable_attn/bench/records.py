@@ -170,8 +170,8 @@ def _by_length(rows: list[dict[str, Any]], key: str, shape: str, faster: Callabl
     """A line for each model and number of texts; what is told of RoPE is its best of the same run."""
     rows = latest_by_model(rows)
     lengths = sorted({row["length"] for row in rows})
-    lines = ["| model | texts | " + " | ".join(f"{length:,}" for length in lengths) + " |"]
-    lines.append("|---" * (len(lengths) + 2) + "|")
+    lines = ["| model | texts | " + " | ".join(f"{length:,}" for length in lengths) + " | run |"]
+    lines.append("|---" * (len(lengths) + 3) + "|")
 
     def cell(row: dict[str, Any] | None) -> str:
         if row is None:
@@ -184,7 +184,8 @@ def _by_length(rows: list[dict[str, Any]], key: str, shape: str, faster: Callabl
 
     for own, model in dict.fromkeys((_run(row), row["model"]) for row in rows):
         found = {row["length"]: row for row in rows if (_run(row), row["model"]) == (own, model)}
-        lines.append(f"| {model} | {own[2]} | " + " | ".join(cell(found.get(length)) for length in lengths) + " |")
+        cells = [cell(found.get(length)) for length in lengths]
+        lines.append(f"| {model} | {own[2]} | " + " | ".join(cells) + f" | {(own[0] or '–')[:7]} |")
     return "\n".join(lines)
 
 

@@ -42,7 +42,7 @@ def evaluate(
 ) -> None:
     """Perplexity at many lengths; on request passkey retrieval and the tasks of lm-evaluation-harness.
 
-    Windows lie side by side, as in the paper. Memory does not grow with their length: 131072 tokens at once are fine.
+    Windows lie side by side, as in the paper. Logits never exist for a whole window: 131072 tokens at once are fine.
 
     ```
     A run of the demo:       cable eval runs/demo/cable-0 --same-tokens
