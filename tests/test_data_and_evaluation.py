@@ -14,7 +14,17 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from cable_attn import CableError, CableGPTForCausalLM
 from cable_attn import evaluation as evaluation_module
 from cable_attn.data import Document, embedded_corpus, encode, hold_out, read_texts, train_bpe
-from cable_attn.evaluation import HeldOut, comparable, evaluate, from_texts, measure, output_head, perplexity, windows
+from cable_attn.evaluation import (
+    HeldOut,
+    comparable,
+    evaluate,
+    from_texts,
+    measure,
+    output_head,
+    perplexity,
+    perplexity_over,
+    windows,
+)
 
 from .conftest import small_gpt, stir
 
@@ -159,6 +169,19 @@ def test_losses_by_document_and_place(gpt2):
     assert low < math.exp(losses.mean()) < high
     assert measure(gpt2, held_out(tokens), 8).interval() is None
     assert tally.by_place()[-1] == (8, pytest.approx(losses.reshape(5, 8)[:, 7].mean()))
+    assert [count for count, _ in tally.by_document()] == [10, 14, 16]
+    assert [loss for _, loss in tally.by_document()] == pytest.approx(tally.sums / tally.counts)
+
+
+def test_two_models_are_compared_on_the_same_documents():
+    """Documents that are hard for both do not blur how much better one is."""
+    hard = [(100, 1.0), (300, 3.0), (200, 6.0), (100, 2.0)]
+    ours, theirs = ([(n, loss + gap) for n, loss in hard] for gap in (0.0, math.log(1.1)))
+    assert perplexity_over([theirs], [ours]) == pytest.approx((1.1, 1.1, 1.1))
+    uneven = [(n, loss + (0.1 if loss > 2 else 0.3)) for n, loss in hard]
+    ratio, low, high = perplexity_over([uneven, ours], [ours, ours])
+    assert ratio == pytest.approx(math.exp((500 * 0.1 + 200 * 0.3) / 700 / 2)) and low < ratio < high
+    assert (low, high) == pytest.approx((math.exp(0.05), math.exp(0.15)), rel=0.02)
 
 
 def test_bits_per_byte_do_not_depend_on_the_tokenizer():

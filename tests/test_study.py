@@ -364,6 +364,18 @@ def test_training_mixes_passkey_texts_in(tmp_path, monkeypatch):
     assert torch.equal(data.train[3]["labels"], data.train[3]["input_ids"])
 
 
+def test_variants_are_compared_with_the_first_on_the_same_documents():
+    def row(variant, seed, *losses, tokens=100):
+        result = {"length": 64, "by_document": [[tokens, loss] for loss in losses]}
+        return {"variant": variant, "seed": seed, "results": [result, {"length": 128, "error": "cannot"}]}
+
+    rows = [row("cable", 0, 1.0, 2.0), row("cable", 1, 1.0, 2.0), row("rope", 1, 1.5, 2.5), row("nope", 2, 1.0, 2.0)]
+    rows += [row("fox", 0, 1.0, 2.0, tokens=99), {"variant": "old", "seed": 0, "results": [{"length": 64}]}]
+    told = summary.against_first(summary.Gathered("t", rows, {}, {}))
+    assert told.splitlines()[2:] == ["| encoding | 64 |", "|---|---|", "| rope | 1.649 (1.649 – 1.649) |"]
+    assert summary.against_first(summary.Gathered("t", rows[:2], {}, {})) == ""
+
+
 def test_a_figure_keeps_close_rivals_apart_beside_one_that_fails(monkeypatch, tmp_path):
     drawn = []
     monkeypatch.setattr(report, "save", lambda figure, stem: drawn.append(figure))

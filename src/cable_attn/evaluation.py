@@ -31,6 +31,11 @@ LOGIT_ELEMENTS = 2**26
 PLACES = 64
 """Into how many stretches a window is divided when losses are told by place."""
 RESAMPLES = 2000
+MOST_DOCUMENTS = 1000
+"""Of so many each one's loss is kept."""
+
+ByDocument = list[tuple[int, float]]
+"""(tokens, mean loss) of each document."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,21 @@ def windows(tokens: int, length: int, stride: int | None = None) -> Iterator[tup
             return
 
 
+def drawn_anew(sums: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
+    """95 % of the perplexities when documents with these losses and tokens are drawn anew."""
+    drawn = np.random.default_rng(0).multinomial(len(sums), np.full(len(sums), 1 / len(sums)), RESAMPLES)
+    low, high = np.quantile(np.exp(drawn @ sums / (drawn @ counts)), [0.025, 0.975])
+    return float(low), float(high)
+
+
+def perplexity_over(ours: Sequence[ByDocument], theirs: Sequence[ByDocument]) -> tuple[float, float, float]:
+    """One perplexity over another on the same documents, and 95 % of that when they are drawn anew; a mean of seeds."""
+    counts = np.array([count for count, _ in ours[0]])
+    losses, others = (np.mean([[loss for _, loss in one] for one in seeds], 0) for seeds in (ours, theirs))
+    gaps = (losses - others) * counts
+    return float(np.exp(gaps.sum() / counts.sum())), *drawn_anew(gaps, counts)
+
+
 class Tally:
     """Losses in nats, summed by document and by place in the window."""
 
@@ -133,10 +153,14 @@ class Tally:
         seen = self.counts > 0
         if seen.sum() < 2:
             return None
-        sums, counts = self.sums[seen], self.counts[seen]
-        drawn = np.random.default_rng(0).multinomial(len(sums), np.full(len(sums), 1 / len(sums)), RESAMPLES)
-        low, high = np.quantile(np.exp(drawn @ sums / (drawn @ counts)), [0.025, 0.975])
-        return float(low), float(high)
+        return drawn_anew(self.sums[seen], self.counts[seen])
+
+    def by_document(self) -> ByDocument | None:
+        """(tokens, mean loss) of each, so that two models can be compared on the same ones; not of very many."""
+        seen = self.counts > 0
+        if seen.sum() > MOST_DOCUMENTS:
+            return None
+        return [(int(count), float(total / count)) for total, count in zip(self.sums[seen], self.counts[seen])]
 
     def by_place(self) -> list[tuple[int, float]]:
         """(last place of a stretch, counted from 1; mean loss there)."""
@@ -197,6 +221,7 @@ def _result(tally: Tally, held_out: HeldOut, stride: int | None) -> dict[str, An
         "tokens": count,
         "bits_per_byte": tally.loss * count / math.log(2) / size if size else None,
         "by_place": tally.by_place(),
+        "by_document": tally.by_document(),
     }
 
 

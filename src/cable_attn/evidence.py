@@ -76,6 +76,7 @@ class Stored:
 
     def section(self) -> str:
         tables = [_with_caption(table) for table in self.tables()]
+        tables += [told] if (told := summary.against_first(self.gathered)) else []
         pictures = [self._picture(figure) for figure in summary.figures(self.gathered)]
         return "\n\n".join([*tables, *pictures, self._runs(), self._source()])
 

@@ -16,9 +16,10 @@ from cable_attn import findings
 from cable_attn import recipe as recipes
 from cable_attn import study as studies
 from cable_attn.errors import CableError
+from cable_attn.evaluation import ByDocument, perplexity_over
 from cable_attn.files import read_json, write_atomically
 from cable_attn.report import loss_figure, passkey_figure, perplexity_figure, place_figure
-from cable_attn.tables import LengthTable
+from cable_attn.tables import LengthTable, markdown_table
 
 FILE = "report.html"
 ENVIRONMENT = ("commit", "gpu", "python", "versions")
@@ -97,6 +98,33 @@ def length_tables(gathered: Gathered) -> dict[str, LengthTable]:
             "Pass keys found, %", found, gathered.trained_at, digits=1, lower_is_better=False
         )
     return tables
+
+
+def against_first(gathered: Gathered) -> str:
+    """Markdown: each variant's perplexity over the first one's, where both were read on the same documents."""
+    found: dict[str, dict[int, dict[int, ByDocument]]] = {}
+    for row in findings.with_again(gathered.rows):
+        for result in row["results"]:
+            if len(result.get("by_document") or []) > 1:
+                seeds = found.setdefault(row["variant"], {}).setdefault(result["length"], {})
+                seeds[row["seed"]] = result["by_document"]
+    first = gathered.rows[0]["variant"]
+    base = found.pop(first, {})
+    lines = [[name, *(_over(own.get(length, {}), base[length]) for length in base)] for name, own in found.items()]
+    lines = [line for line in lines if set(line[1:]) - {"–"}]
+    if not lines:
+        return ""
+    title = f"**Perplexity over {first}'s on the same documents; in brackets 95 % of it when they are drawn anew**"
+    return f"{title}\n\n{markdown_table(['encoding', *map(str, base)], lines)}"
+
+
+def _over(ours: dict[int, ByDocument], theirs: dict[int, ByDocument]) -> str:
+    """Of the seeds that both have, on the same documents."""
+    seeds = [seed for seed in ours if [n for n, _ in ours[seed]] == [n for n, _ in theirs.get(seed, [])]]
+    if not seeds:
+        return "–"
+    ratio, low, high = perplexity_over([ours[seed] for seed in seeds], [theirs[seed] for seed in seeds])
+    return f"{ratio:.3f} ({low:.3f} – {high:.3f})"
 
 
 def figures(gathered: Gathered) -> list[Figure]:
