@@ -14,10 +14,12 @@ import sys
 import numpy as np
 import pytest
 from sentence_transformers import SentenceTransformer
+from transformers import BertConfig, BertModel
 from typer.testing import CliRunner
 
 from cable_attn import CableError, pretraining, recipe, study
 from cable_attn.cli import app
+from cable_attn.data import embedded_corpus, train_bpe
 from cable_attn.retrieval import cell, evaluation, training
 from cable_attn.retrieval import encoder as encoders
 from cable_attn.retrieval.collection import Collection, find_collection, read_collection
@@ -104,13 +106,43 @@ def test_nothing_is_encoded_twice(retriever, tmp_path, monkeypatch):
     again = encoders.encode(model, [*texts, "three"], 32, cache=tmp_path)
     assert len(read) == 1 and np.array_equal(again[:4], first)
     assert encoders.cache_folder(tmp_path, str(retriever), 32) != encoders.cache_folder(tmp_path, str(retriever), 64)
+    (tmp_path / ".0123.npz.1.partial").write_bytes(b"cut off")
+    assert np.array_equal(encoders.encode(model, texts, 32, cache=tmp_path), first)
+
+
+def test_an_encoder_with_learned_positions_reads_what_it_can(tmp_path):
+    """A table that ends is an error with its size, not a crash; a search takes as much as there is."""
+    config = BertConfig(
+        vocab_size=300, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    config.max_position_embeddings = 24
+    BertModel(config).save_pretrained(tmp_path)
+    train_bpe(embedded_corpus("test"), 300).save_pretrained(tmp_path)
+    model = encoders.load_encoder(str(tmp_path))
+    with pytest.raises(CableError, match="the model has 24 learned positions, 32 tokens need more"):
+        encoders.encode(model, ["word " * 100], 32)
+    assert encoders.readable(model, 8192) == 24
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(CableError, match="weights must be safetensors"):
+        encoders.load_encoder(str(tmp_path))
+
+
+def test_only_what_was_encoded_counts_as_speed(retriever, embedded, tmp_path):
+    collection = find_collection(str(embedded), "test")
+    first, second = (evaluation.evaluate(collection, str(retriever), [16], cache=tmp_path)[0] for _ in range(2))
+    assert first.pop("documents_per_second") > 0 and first == second
+
+
+def test_words_that_say_nothing_find_nothing():
+    collection = Collection("x", {"d": "the of and"}, {"q": "the"}, {"q": {"d": 1}}, [])
+    assert evaluation.by_bm25(collection) == {"q": {}}
 
 
 def test_no_answer_is_a_negative_in_its_batch():
     triplets = [training.Triplet(f"q{n}", f"p{n // 5}", (f"p{n // 5 + 1}", "unused")) for n in range(200)]
     sampler = training.NoRepeats(triplets, 16, negatives=1, seed=0)
     order = list(sampler)
-    assert len(order) == len(set(order)) > 120 and order == list(sampler)
+    assert len(order) == 200 and len(set(order)) > 160 and order == list(sampler)
     for at in range(0, len(order), 16):
         batch = [triplets[n] for n in order[at : at + 16]]
         for one in batch:
@@ -120,8 +152,34 @@ def test_no_answer_is_a_negative_in_its_batch():
     assert list(sampler) != order
 
 
+def test_few_queries_with_many_negatives_train_all_their_steps(bert, tmp_path):
+    """One row for each hard negative is how many sets come."""
+    triplets = [training.Triplet(f"q{n // 10}", f"p{n // 10}", (f"n{n}",)) for n in range(40)]
+    steps = []
+    settings = training.Settings(batch_size=4, max_length=8)
+    training.train(str(bert), triplets, tmp_path / "out", settings, watch=lambda step, loss: steps.append(step))
+    assert max(steps) == 10
+    with pytest.raises(CableError, match=r"no batch of 8 .*: 4 of the 40 triplets is what fits together"):
+        training.train(str(bert), triplets, tmp_path / "more", training.Settings(batch_size=8, max_length=8))
+    assert not (tmp_path / "more").exists()
+
+
+def test_a_query_without_a_hard_negative_gets_one_of_its_batch():
+    read = []
+    batch = [training.Triplet("a", "b", ("c", "d")), training.Triplet("e", "f"), training.Triplet("g", "h", ("i",))]
+    tokenizer = lambda texts, **options: read.append(texts) or {}  # noqa: E731
+    training._Collate(tokenizer, training.Settings(), 3)(batch)
+    assert read == [["a", "e", "g"], ["b", "f", "h"], ["c", "i", "i"], ["d", "d", "d"]]
+
+
+def test_an_encoder_is_never_written_over(bert, embedded):
+    triplets = training.read_triplets(str(embedded / "triplets.jsonl"), 8)
+    with pytest.raises(CableError, match="holds a model already"):
+        training.train(str(bert), triplets, bert, training.Settings(batch_size=2))
+
+
 def test_training_takes_its_batches_from_there(bert, monkeypatch, tmp_path):
-    monkeypatch.setattr(training.NoRepeats, "_batch", lambda self, left: ([left.popleft(), left.popleft()], []))
+    monkeypatch.setattr(training.NoRepeats, "_batch", lambda self, left, size: ([left.popleft(), left.popleft()], []))
     seen = []
     collate = training._Collate.__call__
     monkeypatch.setattr(training._Collate, "__call__", lambda self, batch: seen.append(batch) or collate(self, batch))
@@ -282,7 +340,7 @@ def test_a_cut_off_fine_tuning_goes_on_and_ends_the_same(bert, embedded, tmp_pat
     run(tmp_path / "cut", resume=True)
     a, b = (SentenceTransformer(str(tmp_path / name)).encode("a text") for name in ("whole", "cut"))
     assert np.allclose(a, b, atol=1e-6)
-    with pytest.raises(CableError, match="holds a trained encoder"):
+    with pytest.raises(CableError, match="holds a model already"):
         run(tmp_path / "cut", resume=True)
 
 

@@ -286,13 +286,23 @@ def measure(
     return tally
 
 
-def require_positions(model: PreTrainedModel, length: int) -> None:
+def require_positions(model: torch.nn.Module, length: int) -> None:
     """A learned table of positions ends somewhere; on a GPU reading past it would kill the process."""
+    for positions in learned_positions(model):
+        if positions < length:
+            raise CableError(f"the model has {positions} learned positions, {length} tokens need more.")
+
+
+def learned_positions(model: torch.nn.Module) -> list[int]:
+    """How many tokens each learned table of positions has room for."""
+    found = []
     for name, module in model.named_modules():
         is_table = name.rpartition(".")[2] in ("wpe", "embed_positions", "position_embeddings")
         is_off = hasattr(module, "_cable_hooks")  # add_cable has switched it off
-        if is_table and not is_off and isinstance(module, torch.nn.Embedding) and module.num_embeddings < length:
-            raise CableError(f"the model has {module.num_embeddings} learned positions, {length} tokens need more.")
+        if is_table and not is_off and isinstance(module, torch.nn.Embedding):
+            padding = 0 if module.padding_idx is None else module.padding_idx + 1  # RoBERTa's places begin behind it
+            found.append(module.num_embeddings - padding - int(getattr(module, "offset", 0)))
+    return found
 
 
 Head = Callable[[Tensor], Tensor]

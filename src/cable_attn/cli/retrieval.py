@@ -101,6 +101,8 @@ def evaluate(
     for note in found.notes:
         say(f"Note: {note}")
     wanted, rows = numbers(lengths), []
+    evaluation.check(encoders, search)
+    about = {"collection": found.name, "collection_sha256": found.sha256, **environment()}
     table = Table("encoder", "tokens", "nDCG@10", "recall@100", "MRR", "documents/s", title=_title(found))
     with working() as progress:
         for encoder in encoders:
@@ -109,11 +111,12 @@ def evaluate(
                 bars = {n: progress.add_task(str(n), total=len(found.documents), what=encoder) for n in wanted}
             options: dict[str, Any] = {"batch_tokens": batch_tokens, "cache": cache, "search": search}
             rows += evaluation.evaluate(found, encoder, wanted, watch=_advance(progress, bars), **options)
+            if out is not None:
+                write_json(out, {**about, "results": rows})
     for row in rows:
         table.add_row(*_cells(row))
     console.print(table)
     if out is not None:
-        write_json(out, {"collection": found.name, "collection_sha256": found.sha256, "results": rows, **environment()})
         say(f"Results: {out}")
 
 

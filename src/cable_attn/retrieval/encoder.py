@@ -6,6 +6,7 @@ A text that has been encoded by the same model at the same length is never encod
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from cable_attn.errors import CableError
-from cable_attn.evaluation import checkpoint_hash
-from cable_attn.files import read_json
+from cable_attn.errors import CableError, reason
+from cable_attn.evaluation import checkpoint_hash, learned_positions, require_positions
+from cable_attn.files import read_json, write_atomically
 from cable_attn.models.loading import checkpoint_folder
 
 PART = 512
@@ -25,19 +26,30 @@ PART = 512
 def load_encoder(name: str) -> Any:
     """A SentenceTransformer by folder or hub name; a bare encoder gets mean pooling."""
     transformers_models, modules = _sentence_transformers()
-    folder = checkpoint_folder(name)
-    if not (folder / "config.json").is_file() and not (folder / "modules.json").is_file():
-        raise CableError(f"{name!r} is not an encoder: it has neither modules.json nor config.json.")
+    folder = require_encoder(name)
     options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
-    if (folder / "modules.json").is_file():
-        return transformers_models(str(folder), **options)
-    body = modules.Transformer(str(folder), model_kwargs={"use_safetensors": True, **options})
+    try:
+        if (folder / "modules.json").is_file():
+            return transformers_models(str(folder), model_kwargs={"use_safetensors": True}, **options)
+        body = modules.Transformer(str(folder), model_kwargs={"use_safetensors": True, **options})
+    except (OSError, ValueError) as error:
+        raise CableError(
+            f"encoder {name!r} cannot be loaded (weights must be safetensors): {reason(error)}."
+        ) from error
     size = (
         body.get_embedding_dimension()
         if hasattr(body, "get_embedding_dimension")
         else body.auto_model.config.hidden_size
     )
     return transformers_models(modules=[body, modules.Pooling(size, pooling_mode="mean")])
+
+
+def require_encoder(name: str) -> Path:
+    """Its folder."""
+    folder = checkpoint_folder(name)
+    if not (folder / "config.json").is_file() and not (folder / "modules.json").is_file():
+        raise CableError(f"{name!r} is not an encoder: it has neither modules.json nor config.json.")
+    return folder
 
 
 def _sentence_transformers() -> tuple[Any, Any]:
@@ -84,6 +96,7 @@ def _parts(
 ) -> Iterator[dict[str, np.ndarray]]:
     """Vectors by key, PART texts and more at a time, the longest first."""
     ids = _tokenize(model, texts, max_length)
+    require_positions(model, max(map(len, ids), default=0))
     order = sorted(range(len(texts)), key=lambda n: -len(ids[n]))
     found: dict[str, np.ndarray] = {}
     for batch in _batches(order, ids, batch_tokens):
@@ -142,11 +155,10 @@ class Cache:
 
     def add(self, part: dict[str, np.ndarray]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        keys = np.array(list(part))
+        content = io.BytesIO()
+        np.savez(content, keys=np.array(list(part)), vectors=np.stack(list(part.values())))
         name = hashlib.sha256("".join(part).encode()).hexdigest()[:16]
-        partial = self.folder / f".{name}.partial.npz"
-        np.savez(partial, keys=keys, vectors=np.stack(list(part.values())))
-        partial.replace(self.folder / f"{name}.npz")
+        write_atomically(self.folder / f"{name}.npz", content.getvalue())
 
 
 def cache_folder(root: Path, name: str, max_length: int) -> Path:
@@ -155,9 +167,16 @@ def cache_folder(root: Path, name: str, max_length: int) -> Path:
 
 
 def encoder_hash(name: str) -> str:
-    """Of the weights of all its modules, whatever else lies below its folder."""
+    """Of the weights of all its modules and of its tokenizer, whatever else lies below its folder."""
     folder = checkpoint_folder(name)
     modules = folder / "modules.json"
     places = [folder / module["path"] for module in read_json(modules)] if modules.is_file() else [folder]
     weights = [place for place in places if (place / "config.json").is_file()] or [folder]
-    return hashlib.sha256("".join(checkpoint_hash(path) for path in weights).encode()).hexdigest()
+    known = "".join(checkpoint_hash(path) for path in weights).encode()
+    known += b"".join(path.read_bytes() for place in places if (path := place / "tokenizer.json").is_file())
+    return hashlib.sha256(known).hexdigest()
+
+
+def readable(model: Any, tokens: int) -> int:
+    """So many tokens, or what its table of learned positions holds."""
+    return min([tokens, *learned_positions(model)])

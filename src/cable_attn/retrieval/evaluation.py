@@ -13,7 +13,7 @@ import torch
 
 from cable_attn.errors import CableError, require_known
 from cable_attn.retrieval.collection import Collection
-from cable_attn.retrieval.encoder import cache_folder, encode, load_encoder
+from cable_attn.retrieval.encoder import cache_folder, encode, load_encoder, require_encoder
 
 DEPTH = 100
 """How many documents are ranked for a query."""
@@ -87,13 +87,27 @@ def by_bm25(collection: Collection) -> Ranking:
     names, asked = list(collection.documents), list(collection.queries)
     options: dict[str, Any] = {"stopwords": "en", "show_progress": False}
     index = bm25s.BM25()
-    index.index(bm25s.tokenize(list(collection.documents.values()), **options), show_progress=False)
+    words = bm25s.tokenize(list(collection.documents.values()), **options)
+    if not words.vocab:
+        return {query: {} for query in asked}
+    index.index(words, show_progress=False)
     words = bm25s.tokenize(list(collection.queries.values()), **options)
     places, scores = index.retrieve(words, k=min(DEPTH, len(names)), show_progress=False)
     return {
         query: {names[n]: float(score) for n, score in zip(row, values) if score > 0}
         for query, row, values in zip(asked, places, scores)
     }
+
+
+def check(encoders: Sequence[str], search: str) -> None:
+    """What would only come up after hours of encoding."""
+    _uses_faiss(search)
+    for package in ("ir_measures", *(["bm25s"] if BM25 in encoders else [])):
+        if importlib.util.find_spec(package) is None:
+            raise CableError(f"retrieval needs the package {package}: pip install 'cable-attn[retrieval]'.")
+    for encoder in encoders:
+        if encoder != BM25:
+            require_encoder(encoder)
 
 
 def evaluate(
@@ -112,7 +126,13 @@ def evaluate(
     model = load_encoder(encoder).to("cuda" if torch.cuda.is_available() else "cpu")
     rows = []
     for length in lengths:
-        tell = None if watch is None else lambda n, length=length: watch(length, n)
+        done: list[int] = []
+
+        def tell(n: int, length: int = length, done: list[int] = done) -> None:
+            done.append(n)
+            if watch is not None:
+                watch(length, n)
+
         folder = None if cache is None else cache_folder(cache, encoder, length)
         options: dict[str, Any] = {"batch_tokens": batch_tokens, "cache": folder}
         began = time.monotonic()
@@ -124,6 +144,7 @@ def evaluate(
             rows.append({"encoder": encoder, "max_length": length, "error": str(error)})
             continue
         found = measure(collection, by_vectors(collection, documents, queries, search))
-        speed = len(documents) / max(seconds, 1e-9)
-        rows.append({"encoder": encoder, "max_length": length, **found, "documents_per_second": speed})
+        rows.append({"encoder": encoder, "max_length": length, **found})
+        if encoded := sum(done[1:]):  # the first are those that the cache had
+            rows[-1]["documents_per_second"] = encoded / max(seconds, 1e-9)
     return rows

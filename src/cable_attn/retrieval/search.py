@@ -11,7 +11,7 @@ import numpy as np
 
 from cable_attn.errors import CableError
 from cable_attn.retrieval.collection import read_jsonl, titled
-from cable_attn.retrieval.encoder import cache_folder, encode, load_encoder
+from cable_attn.retrieval.encoder import cache_folder, encode, load_encoder, readable
 
 KINDS = (".txt", ".md", ".jsonl")
 PASSAGE_WORDS = 120
@@ -81,6 +81,7 @@ def search(
     if not query.strip():
         raise CableError("the query is empty.")
     model = load_encoder(encoder)
+    max_length = readable(model, max_length)
     options: dict[str, Any] = {"cache": None if cache is None else cache_folder(cache, encoder, max_length)}
     names = list(library.texts)
     documents = encode(model, list(library.texts.values()), max_length, watch=watch, **options)

@@ -8,6 +8,7 @@ package ``datasets``; this one takes lists.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import random
 import shutil
@@ -127,7 +128,7 @@ class _Triplets(Dataset):
 class NoRepeats(Sampler[int]):
     """A shuffled epoch in whose batches no passage that answers one query is a negative of another.
 
-    What does not fit into a full batch any more is left to the next epoch, which has another order.
+    When what is left no longer fills a batch, another order of all of them goes on.
     """
 
     def __init__(self, triplets: list[Triplet], batch_size: int, negatives: int, seed: int):
@@ -141,23 +142,36 @@ class NoRepeats(Sampler[int]):
         return len(self.triplets)
 
     def __iter__(self) -> Iterator[int]:
-        order = list(range(len(self.triplets)))
-        random.Random(f"{self.seed} {self.epoch}").shuffle(order)
-        left = deque(order)
-        while left:
-            batch, skipped = self._batch(left)
-            yield from batch
-            if len(batch) < self.batch_size:
-                return
-            left.extendleft(reversed(skipped))
+        given, orders = 0, itertools.count()
+        left = self._order(next(orders))
+        while given < len(self):
+            size = min(self.batch_size, len(self) - given)
+            all_left = len(left) == len(self)
+            batch, skipped = self._batch(left, size)
+            if len(batch) == size:
+                yield from batch
+                given += size
+                left.extendleft(reversed(skipped))
+            elif all_left:
+                raise CableError(
+                    f"no batch of {size} can be made without repeating a query or an answer: {len(batch)} of the "
+                    f"{len(self)} triplets is what fits together. Choose a batch size of that or less."
+                )
+            else:
+                left = self._order(next(orders))
 
-    def _batch(self, left: deque[int]) -> tuple[list[int], list[int]]:
+    def _order(self, number: int) -> deque[int]:
+        order = list(range(len(self.triplets)))
+        random.Random(f"{self.seed} {self.epoch}" + (f" {number}" if number else "")).shuffle(order)
+        return deque(order)
+
+    def _batch(self, left: deque[int], size: int) -> tuple[list[int], list[int]]:
         batch: list[int] = []
         skipped: list[int] = []
         queries: set[str] = set()
         answers: set[str] = set()
         others: set[str] = set()
-        while left and len(batch) < self.batch_size:
+        while left and len(batch) < size:
             index = left.popleft()
             triplet = self.triplets[index]
             negatives = set(triplet.negatives[: self.negatives])
@@ -172,16 +186,24 @@ class NoRepeats(Sampler[int]):
 
 
 class _Collate:
-    """A batch of triplets as columns of tokens: queries, positives, first negatives, …"""
+    """A batch of triplets as columns of tokens: queries, positives, first negatives, …
+
+    A query that has too few hard negatives gets those of another one in the batch, which answer none of its queries.
+    """
 
     def __init__(self, tokenizer: Any, settings: Settings, columns: int):
         self.tokenizer, self.settings, self.columns = tokenizer, settings, columns
 
     def __call__(self, batch: list[Triplet]) -> dict[str, Any]:
         texts = [[t.query for t in batch], [t.positive for t in batch]]
-        texts += [[t.negatives[n] for t in batch] for n in range(self.columns)]
+        for n in range(self.columns):
+            known = [t.negatives[n] for t in batch if len(t.negatives) > n]
+            rows = enumerate(batch) if known else ()
+            texts.append([t.negatives[n] if len(t.negatives) > n else known[i % len(known)] for i, t in rows])
         options: dict[str, Any] = {"truncation": True, "max_length": self.settings.max_length, "padding": True}
-        return {"features": [dict(self.tokenizer(column, return_tensors="pt", **options)) for column in texts]}
+        return {
+            "features": [dict(self.tokenizer(column, return_tensors="pt", **options)) for column in texts if column]
+        }
 
 
 class _Trainer(DecayingTrainer):
@@ -223,18 +245,19 @@ def train(
     from sentence_transformers.sentence_transformer import losses
 
     checkpoints = folder / ".training"
-    if (folder / "modules.json").exists():
-        raise CableError(f"{str(folder)!r} holds a trained encoder. Choose another folder with --out.")
+    if (folder / "modules.json").exists() or (folder / "config.json").exists():
+        raise CableError(f"{str(folder)!r} holds a model already. Choose another folder with --out.")
     if checkpoints.exists() and not resume:
         raise CableError(f"{str(folder)!r} holds a run that was cut off. Add --resume, or choose another with --out.")
     if processes() > 1:
         raise CableError("fine-tuning runs in one process; batches of many processes would not see each other.")
+    columns = min(max(len(t.negatives) for t in triplets), settings.negatives)
+    next(iter(NoRepeats(triplets, settings.batch_size, columns, settings.seed)))
     writable_folder(checkpoints)
     _claim(checkpoints / SETTINGS, origin(encoder, triplets, settings))
     set_seed(settings.seed)
     model = load_encoder(encoder)
     model.max_seq_length = settings.max_length
-    columns = min(min(len(t.negatives) for t in triplets), settings.negatives)
     trainer = _Trainer(
         model=model,
         args=_arguments(settings, len(triplets), checkpoints),
