@@ -20,9 +20,10 @@ from transformers import (
 from typer.testing import CliRunner
 
 from cable_attn import CableError, adapting, conversion, findings, pretraining, study
+from cable_attn import recipe as recipes
 from cable_attn.cli import app
 from cable_attn.data import embedded_corpus, train_bpe
-from cable_attn.models.loading import load_model
+from cable_attn.models.loading import load_model, tokenizer_of
 from cable_attn.recipe import ModelPart
 
 SMALL = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -257,6 +258,26 @@ def test_tokens_of_another_tokenizer_are_refused(llama, tmp_path):
     assert done.exit_code == 0, done.output
     with pytest.raises(CableError, match="made with another tokenizer"):
         converted(llama, tmp_path / "data", tmp_path / "out")
+
+
+def test_a_checkpoint_keeps_its_tokenizer_whatever_its_files_are(llama, tmp_path):
+    """Slow ones have no tokenizer.json; without any, the tokens must be given."""
+    old = tmp_path / "old"
+    shutil.copytree(llama, old)
+    words = json.loads((old / "tokenizer.json").read_text())["model"]
+    (old / "vocab.json").write_text(json.dumps(words["vocab"]))
+    (old / "merges.txt").write_text("\n".join(" ".join(pair) for pair in words["merges"]))
+    (old / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    (old / "tokenizer.json").unlink()
+    found = tokenizer_of(old)
+    assert found("It is a truth")["input_ids"] == tokenizer_of(llama)("It is a truth")["input_ids"]
+    for name in ("vocab.json", "merges.txt", "tokenizer_config.json"):
+        (old / name).unlink()
+    told = ["overrides={}", f"checkpoint={old}", "weights=new"]
+    for order in (told, told[::-1]):  # values are judged together
+        chosen = recipes.load("gpt-embedded", order)
+    with pytest.raises(CableError, match="has no tokenizer"):
+        pretraining.load_data(chosen, tmp_path / "run")
 
 
 def test_half_precision_stays(llama, data, tmp_path):

@@ -100,6 +100,20 @@ def test_a_text_may_be_longer_than_any_table_of_positions(name):
         assert torch.allclose(model(text[:, :50]).logits, logits[:, :50], atol=1e-4)
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_window_does_not_move_the_places_of_tokens(padded):
+    """FIRE divides by how far into the text a query stands, which a cache that forgets still knows."""
+    model = make("mistral", "fire", threshold=4.0)
+    mask = torch.ones_like(TEXT)
+    mask[0, :3] = 0 if padded else 1
+    said = model.generate(TEXT, attention_mask=mask, **GREEDY, output_logits=True, return_dict_in_generate=True)
+    whole = torch.cat([mask, torch.ones(2, 8, dtype=mask.dtype)], 1)
+    with torch.no_grad():
+        places = (whole.cumsum(-1) - 1).clamp(min=0)
+        logits = model(said.sequences, attention_mask=whole, position_ids=places, use_cache=False).logits
+    assert torch.allclose(torch.stack(said.logits, 1), logits[:, 12:-1], atol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_copy_is_a_model_of_its_own(name):
     model = make(name, "cable")

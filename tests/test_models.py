@@ -88,6 +88,31 @@ def test_learnable_gpt_is_gpt2():
     assert torch.equal(greedy(ours, LEFT_PADDED, **padded), greedy(theirs, LEFT_PADDED, **padded))
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"activation_function": "relu"},
+        {"scale_attn_by_inverse_layer_idx": True},
+        {"scale_attn_weights": False},
+        {"tie_word_embeddings": False},
+    ],
+)
+def test_what_a_gpt2_does_otherwise_comes_along(fields):
+    sizes = {"vocab_size": 97, "n_positions": 32, "n_embd": 32, "n_layer": 3, "n_head": 4, "eos_token_id": 5}
+    theirs = stir(GPT2LMHeadModel(GPT2Config(**sizes, **fields))).eval()
+    ours = from_gpt2(theirs, max_position_embeddings=32)
+    assert torch.allclose(ours(TEXT).logits, theirs(TEXT).logits, atol=1e-4)
+    assert ours.config.eos_token_id == ours.generation_config.eos_token_id == 5
+
+
+def test_an_untied_bert_comes_along_and_a_decoder_is_refused():
+    sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    theirs = stir(BertForMaskedLM(BertConfig(**sizes, intermediate_size=64, tie_word_embeddings=False))).eval()
+    assert torch.allclose(from_bert(theirs)(TEXT).logits, theirs(TEXT).logits, atol=1e-4)
+    with pytest.raises(CableError, match="is a decoder"):
+        from_bert(BertForMaskedLM(BertConfig(**sizes, is_decoder=True)))
+
+
 def test_learnable_bert_is_bert():
     config = BertConfig(vocab_size=97, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64)
     theirs = stir(BertForMaskedLM(config)).eval()

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, Trainer
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, Trainer
 from typer.testing import CliRunner
 
 from cable_attn import pretraining, recipe
@@ -79,6 +80,9 @@ def test_recipes_of_the_package_are_whole(name, tmp_path):
         ("steps=many", "train.steps must be int"),
         ("learning_rate=-1", "train.learning_rate must be above 0, got -1"),
         ("seed=-1", "train.seed must be at least 0, got -1"),
+        ("betas=[0.9]", "train.betas must be two numbers, got [0.9]"),
+        ("betas=['a', 'b']", "train.betas must be two numbers"),
+        ("overrides.hidden_act=foo", "unknown hidden_act 'foo'"),
         ("betas=[0.9,2.0]", "train.betas must lie between 0 and 1, got [0.9, 2.0]"),
         ("steps=0", "at least 1, got 0"),
         ("steps", "an override is key=value"),
@@ -171,6 +175,21 @@ def test_killed_at_random_moments_it_ends_with_the_same_losses(shards, tmp_path)
 def metrics_lines(folder: Path) -> int:
     path = folder / "metrics.jsonl"
     return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def test_a_text_ends_where_its_tokenizer_says(shards, tmp_path):
+    pretraining.run(small(shards, steps=1), tmp_path / "run")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run")
+    assert tokenizer.eos_token_id == model.config.eos_token_id == model.generation_config.eos_token_id == 0
+
+
+def test_a_finished_model_is_never_written_over(shards, tmp_path):
+    pretraining.run(small(shards, steps=1), tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/checkpoints")  # as a study leaves it
+    for resume in (False, True):
+        with pytest.raises(CableError, match="holds a finished model"):
+            pretraining.run(small(shards, steps=2), tmp_path / "run", resume)
 
 
 @pytest.mark.parametrize(("name", "devices"), [("gpt2-small-wikitext103", 8), ("gpt2-medium-fineweb-edu", 32)])

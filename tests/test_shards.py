@@ -111,6 +111,17 @@ def test_another_request_never_mixes(tmp_path, texts):
         made(tmp_path / "shards", texts, shard_tokens=50)
     with pytest.raises(CableError, match="not empty"):
         made(texts, texts)
+    made(tmp_path / "shards", texts)  # nothing to do
+    (texts / "0.txt").write_text("Something else.")
+    with pytest.raises(CableError, match="has changed since its tokens were made"):
+        made(tmp_path / "shards", texts)
+
+
+@pytest.mark.parametrize("share", [0.01, 0.25, 0.4, 0.9])
+def test_the_share_that_is_asked_for_is_held_out(tmp_path, share):
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n' * 500)
+    streams = open_source(str(tmp_path / "rows.jsonl"), held_out=share)
+    assert [len(list(streams[split](0))) for split in ("train", "validation")] == [500 - 500 * share, 500 * share]
 
 
 @pytest.mark.parametrize(
@@ -118,11 +129,15 @@ def test_another_request_never_mixes(tmp_path, texts):
     [
         ('{"text": "a"}\n{"text": 3}\n', "line 2: no text in column 'text'"),
         ('{"text": "a"}\nnot json\n', "line 2: not JSON"),
+        ('{"text": "caf\xe9"}\n', "line 1: not JSON in UTF-8"),
     ],
 )
 def test_bad_lines_are_named(tmp_path, content, words):
     path = tmp_path / "rows.jsonl"
-    path.write_text(content)
+    path.write_bytes(content.encode("latin-1"))
+    (tmp_path / "rows.parquet").write_bytes(b"not parquet")
+    with pytest.raises(CableError, match="is no parquet file"):
+        list(open_source(str(tmp_path / "rows.parquet"), held_out=0.0)["train"](0))
     with pytest.raises(CableError, match=words):
         list(open_source(str(path), held_out=0.0)["train"](0))
 
@@ -233,3 +248,5 @@ def test_tokens_made_elsewhere(tmp_path):
         import_tokens(tmp_path / "f", {"train": tmp_path / "a.bin.xz"}, 8, 7)
     result = CliRunner().invoke(app, ["data", "import", "books.bin", "--out", str(tmp_path / "g")])
     assert isinstance(result.exception, CableError) and "SPLIT=FILE" in str(result.exception)
+    result = CliRunner().invoke(app, ["data", "import", "train=a.bin", "train=b.bin", "--out", str(tmp_path / "g")])
+    assert isinstance(result.exception, CableError) and "split 'train' is given twice" in str(result.exception)

@@ -199,11 +199,31 @@ def test_a_trained_cell_of_another_recipe_is_refused(file, tmp_path):
     assert {path.name for path in (tmp_path / "reader" / "cable-0").iterdir()} == {"evaluation.json"}
 
 
-def test_a_report_never_mixes_settings(file, tmp_path):
+def test_a_folder_never_mixes_settings(file, tmp_path):
+    """Told before the other cell is trained, and by a report."""
     study.run(study.load(str(file), ["steps=2"]), tmp_path / "out", only=["cable"])
-    study.run(study.load(str(file), ["steps=3"]), tmp_path / "out", only=["alibi"])
+    other = study.load(str(file), ["steps=3"])
     with pytest.raises(CableError, match="Give the same overrides"):
-        list(study.results(study.load(str(file), ["steps=3"]), tmp_path / "out"))
+        study.run(other, tmp_path / "out", only=["alibi"])
+    assert not (tmp_path / "out/alibi-0").exists()
+    with pytest.raises(CableError, match="Give the same overrides"):
+        list(study.results(other, tmp_path / "out"))
+
+
+def test_a_study_that_is_told_to_stop_starts_nothing_more(tmp_path):
+    """Not even the next table of a paper."""
+    script = f"""
+from pathlib import Path
+from cable_attn.jobs import run_in_processes
+commands = {{name: ["sleep", "30"] for name in "abc"}}
+run_in_processes(commands, Path({str(tmp_path)!r}), 1, lambda name, what: print(name, what, flush=True))
+print("went on", flush=True)
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "a running\n"
+    process.send_signal(signal.SIGTERM)
+    told = process.communicate(timeout=30)[0]
+    assert process.returncode == 128 + signal.SIGTERM and "went on" not in told and "b running" not in told
 
 
 def test_a_launcher_that_cannot_start_fails_every_cell_and_hangs_none(tmp_path):
@@ -362,6 +382,38 @@ def test_training_mixes_passkey_texts_in(tmp_path, monkeypatch):
     assert again.manifest == data.manifest
     assert torch.equal(again.train[3]["input_ids"], data.train[3]["input_ids"])
     assert torch.equal(data.train[3]["labels"], data.train[3]["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("lengths = [0]", "lengths must be a list of whole numbers from 1 on, got [0]"),
+        ('lengths = "128"', "lengths must be a list of whole numbers"),
+        ("lengths = [16]\nseeds = 0", "seeds must be a list of whole numbers from 0 on, got 0"),
+        ('lengths = [16]\n[reading]\ntasks = "hellaswag"', "reading.tasks must be list, got 'hellaswag'"),
+        ('lengths = [16]\n[variants]\n"a/b" = []', "the variant 'a/b' must do as a folder's name"),
+        ('lengths = [16]\n[variants]\n"a, b" = []', "the variant 'a, b' must do as a folder's name"),
+        ("lengths = [1000000]", "'embedded', validation, gives"),
+        ("lengths = [65536, 65537]\n[reading]\nsame_tokens = true", "lengths that predict the same tokens need"),
+    ],
+)
+def test_bad_values_are_named_before_anything_is_trained(change, words, tmp_path):
+    file = tmp_path / "bad.toml"
+    file.write_text(f'recipe = "gpt-embedded"\nencodings = ["cable"]\n{change}\n')
+    with pytest.raises(CableError) as error:
+        for cell in study.load(str(file)).cells():
+            study.check_reading(cell)
+    assert words in str(error.value)
+
+
+def test_a_run_that_was_resumed_took_the_time_of_both_parts(tmp_path):
+    lines = [
+        {"step": 1, "tokens": 4, "loss": 3.0},
+        {"step": 1, "train_runtime": 8.0},
+        {"step": 2, "train_runtime": 2.0},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 3, "lo')
+    assert study.training_record(tmp_path)["train_runtime"] == 10.0
 
 
 def test_variants_are_compared_with_the_first_on_the_same_documents():

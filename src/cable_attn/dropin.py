@@ -248,6 +248,10 @@ def _prepare(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[
         memory = CachedPotential(cache, module.layer_idx, module.config.num_hidden_layers)
         start, keys = _place(cache, module.layer_idx, x.shape[1])
     layout = Layout(x.shape[1], keys, start, x.device, _is_causal(module))
+    if cache is not None and isinstance(start, int) and start < (seen := int(cache.get_seq_length(module.layer_idx))):
+        layout.known_positions = given.get("position_ids")  # what padding there was is forgotten with its keys
+        if layout.known_positions is None:
+            layout.known_positions = torch.arange(seen, seen + x.shape[1], device=x.device)[None]
     mask = given.get("attention_mask")
     if mask is not None and mask.dim() != 2:
         raise CableError(f"attention_mask must be [batch, tokens] with {NAME!r}, got {tuple(mask.shape)}.")

@@ -32,8 +32,15 @@ def _commit() -> str | None:
     """Of the checkout, or ``CABLE_COMMIT`` where the code runs without one."""
     if given := os.environ.get("CABLE_COMMIT"):
         return given
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    root = Path(__file__).parents[2]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        if Path(_git(root, "rev-parse", "--show-toplevel")).resolve() != root.resolve():
+            return None  # installed somewhere below a repository of the user's
+        return _git(root, "describe", "--always", "--dirty", "--abbrev=12")
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def _git(folder: Path, *words: str) -> str:
+    command = ["git", "-C", str(folder), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -24,13 +24,15 @@ from transformers import PreTrainedModel
 from cable_attn.data.corpus import Document, embedded_corpus
 from cable_attn.data.shards import Tokens
 from cable_attn.data.tokens import encode, require_window
-from cable_attn.errors import CableError
+from cable_attn.errors import CableError, reason
 
 LOGIT_ELEMENTS = 2**26
 """How many logits may exist at once (256 MiB in fp32)."""
 PLACES = 64
 """Into how many stretches a window is divided when losses are told by place."""
 RESAMPLES = 2000
+DRAWN = 2**22
+"""How many draws may exist at once."""
 MOST_DOCUMENTS = 1000
 """Of so many each one's loss is kept."""
 
@@ -111,8 +113,12 @@ def windows(tokens: int, length: int, stride: int | None = None) -> Iterator[tup
 
 def drawn_anew(sums: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
     """95 % of the perplexities when documents with these losses and tokens are drawn anew."""
-    drawn = np.random.default_rng(0).multinomial(len(sums), np.full(len(sums), 1 / len(sums)), RESAMPLES)
-    low, high = np.quantile(np.exp(drawn @ sums / (drawn @ counts)), [0.025, 0.975])
+    draw, each = np.random.default_rng(0), np.full(len(sums), 1 / len(sums))
+    found: list[float] = []
+    while len(found) < RESAMPLES:  # a few at a time: of many documents all of them would not fit into memory
+        drawn = draw.multinomial(len(sums), each, min(RESAMPLES - len(found), max(DRAWN // len(sums), 1)))
+        found += np.exp(drawn @ sums / (drawn @ counts)).tolist()
+    low, high = np.quantile(found, [0.025, 0.975])
     return float(low), float(high)
 
 
@@ -200,8 +206,9 @@ def evaluate(
             torch.cuda.reset_peak_memory_stats(model.device)
         try:
             tally = measure(model, held_out, length, stride, batch_tokens, watch)
-        except CableError as error:
-            rows.append({"length": length, "error": str(error)})
+        except (CableError, torch.OutOfMemoryError) as error:
+            told = str(error) if isinstance(error, CableError) else reason(error)
+            rows.append({"length": length, "error": told})
             continue
         rows.append({"length": length, **_result(tally, held_out, stride), "seconds": time.monotonic() - began})
         if model.device.type == "cuda":

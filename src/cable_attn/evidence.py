@@ -146,7 +146,7 @@ class Stored:
         told = [summary.told(row["training"].get(key), form) for key, (_, form) in summary.TRAINING.items()]
         seconds, tokens = findings.reading(row)
         told += [f"{seconds:.0f}", f"{tokens / seconds:,.0f}"] if seconds else ["–", "–"]
-        return [f"[{row['cell']}]({self._link(file)})", *told, row.get("gpu") or "CPU", row["commit"]]
+        return [f"[{row['cell']}]({self._link(file)})", *told, row.get("gpu") or "CPU", row["commit"] or "–"]
 
     def _source(self) -> str:
         versions = dict.fromkeys(

@@ -63,17 +63,17 @@ def read_toml(kind: str, name: str, folder: str) -> dict[str, Any]:
     """A TOML file by its path, or one of the package's by its name; ``kind`` is what errors call it."""
     path = Path(name)
     if name in packaged(folder):
-        text = (files("cable_attn") / folder / f"{name}.toml").read_text(encoding="utf-8")
+        text = (files("cable_attn") / folder / f"{name}.toml").read_bytes()
     elif path.suffix == ".toml" and path.is_file():
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes()
     elif path.suffix == ".toml":
         raise CableError(f"there is no file {name!r}.")
     else:
         raise unknown(kind, name, [*packaged(folder), "a .toml file"])
     try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise CableError(f"{kind} {name!r} is not TOML: {error}") from error
+        return tomllib.loads(text.decode("utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise CableError(f"{kind} {name!r} is not TOML in UTF-8: {error}") from error
 
 
 def as_json(value: Any) -> Any:

@@ -51,6 +51,8 @@ def run_in_processes(
             log = logs / f"{name}.log"
             with log.open("wb") as file:
                 running[name] = subprocess.Popen(commands[name], env=variables, stdout=file, stderr=subprocess.STDOUT)
+                if stopping:  # it came in between
+                    running[name].terminate()
                 code = running[name].wait()
             if code:
                 failed[name] = f"{_last_line(log) or f'exit code {code}'} ({log})"
@@ -67,6 +69,8 @@ def run_in_processes(
             list(pool.map(start, commands))
     finally:
         signal.signal(signal.SIGTERM, before)
+    if stopping:
+        raise SystemExit(128 + stopping[0])
     return failed
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
 from cable_attn.errors import CableError
-from cable_attn.evaluation import output_head, precision
+from cable_attn.evaluation import output_head, precision, require_positions
 
 COLOURS = ("red", "green", "blue", "white", "black", "yellow", "purple", "brown", "silver", "golden")
 ANIMALS = ("horse", "dog", "cat", "bird", "fish", "lion", "bear", "sheep", "wolf", "eagle")
@@ -122,6 +122,7 @@ def measure(
     rows: list[dict[str, Any]] = []
     for length in lengths:
         try:
+            require_positions(model, length)
             for depth in depths:
                 draw = np.random.Generator(np.random.Philox(key=[seed, length * 1000 + round(depth * 100)]))
                 right = 0

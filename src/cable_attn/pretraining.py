@@ -110,6 +110,8 @@ def load_data(recipe: Recipe, folder: Path) -> Data:
     if recipe.model.checkpoint:
         vocabulary = adapting.read_config(recipe.model).vocab_size
     if recipe.data.path == "embedded":
+        if recipe.model.checkpoint and own is None and not adapting.is_fresh(recipe.model):
+            raise CableError(f"{recipe.model.checkpoint!r} has no tokenizer. Give its tokens with data.path.")
         path = folder / "data"
         _prepare_embedded(path, f"bpe:{vocabulary}" if own is None else recipe.model.checkpoint)
     split = Tokens(path, "train")
@@ -206,6 +208,8 @@ def run(recipe: Recipe, folder: Path, resume: bool = False, watch: Watcher | Non
         arguments.eval_strategy = IntervalStrategy.NO
     set_seed(recipe.train.seed)
     model = make_model(recipe)
+    if not recipe.model.checkpoint:
+        _name_tokens(model, data.tokenizer)
     if recipe.train.compile == "layers" and torch.cuda.is_available():
         compile_layers(model)
     _same_data(folder / "environment.json", data.manifest, resume)
@@ -228,6 +232,15 @@ def run(recipe: Recipe, folder: Path, resume: bool = False, watch: Watcher | Non
     return {key: value for entry in trainer.state.log_history[-2:] for key, value in entry.items()}
 
 
+def _name_tokens(model: Any, tokenizer: Any) -> None:
+    """What begins, ends and fills a text, as its tokenizer has it: generation stops there."""
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if getattr(tokenizer, name, None) is not None:
+            for config in (model.config, getattr(model, "generation_config", None)):
+                if config is not None:
+                    setattr(config, name, getattr(tokenizer, name))
+
+
 def origin(recipe: Recipe) -> dict[str, str]:
     """What a run began with, if not with fresh weights."""
     if not recipe.model.checkpoint or adapting.is_fresh(recipe.model):
@@ -247,6 +260,8 @@ def _claim(folder: Path, recipe: Recipe, resume: bool) -> None:
     begun = path.exists() and last_complete_checkpoint(folder / "checkpoints") is not None
     if begun and not resume:
         raise CableError(f"{str(folder)!r} holds a run. Add --resume to go on with it, or choose another with --out.")
+    if (folder / "config.json").exists() and not begun:
+        raise CableError(f"{str(folder)!r} holds a finished model. Choose another folder with --out.")
     if resume and not path.exists():
         raise CableError(f"{str(folder)!r} holds no run to resume. Leave --resume out to begin one.")
     if begun:
@@ -446,8 +461,7 @@ class _Metrics(TrainerCallback):
             torch.cuda.reset_peak_memory_stats()
         state.compute_steps(args, state.max_steps)  # a resumed state has those of the run before
         if state.is_world_process_zero and self.path.exists():
-            lines = self.path.read_text(encoding="utf-8").splitlines()
-            kept = [line for line in map(_parsed, lines) if line and line["step"] <= state.global_step]
+            kept = [line for line in read_metrics(self.path) if line["step"] <= state.global_step]
             write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def on_log(self, args, state, control, logs=None, **kwargs):  # type: ignore[no-untyped-def]
@@ -463,6 +477,11 @@ class _Metrics(TrainerCallback):
             line["peak_memory_mib"] = round(torch.cuda.max_memory_allocated() / 2**20)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All whole lines: the last one may have been cut off."""
+    return [line for line in map(_parsed, path.read_text(encoding="utf-8").splitlines()) if line]
 
 
 def _parsed(line: str) -> dict[str, Any] | None:

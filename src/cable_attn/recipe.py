@@ -149,26 +149,30 @@ def builtin() -> list[str]:
 
 def load(name: str, overrides: Sequence[str] = ()) -> Recipe:
     """A recipe by name or path, with ``key=value`` on top of it."""
-    return with_overrides(from_tree(read_toml("recipe", name, "recipes")), overrides)
+    parts: Parts = {"model": ModelPart(), "data": DataPart(), "train": TrainPart()}
+    for part, values in read_toml("recipe", name, "recipes").items():
+        if part not in parts or not isinstance(values, dict):
+            raise _unknown_key(part, list(parts))
+        for key, value in values.items():
+            _set(parts, part, key, value)
+    return _made(parts, overrides)
 
 
 def with_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
+    return _made({"model": recipe.model, "data": recipe.data, "train": recipe.train}, overrides)
+
+
+Parts = dict[str, Any]
+"""Section → its values, which are judged together when all have been set."""
+
+
+def _made(parts: Parts, overrides: Sequence[str]) -> Recipe:
     for override in overrides:
-        recipe = _override(recipe, override)
-    return recipe
+        _override(parts, override)
+    return Recipe(**parts)
 
 
-def from_tree(tree: dict[str, Any]) -> Recipe:
-    recipe = Recipe()
-    for part, values in tree.items():
-        if part not in ("model", "data", "train") or not isinstance(values, dict):
-            raise _unknown_key(part, ["model", "data", "train"])
-        for key, value in values.items():
-            recipe = _set(recipe, part, key, value)
-    return recipe
-
-
-def _override(recipe: Recipe, text: str) -> Recipe:
+def _override(parts: Parts, text: str) -> None:
     key, equals, value = text.partition("=")
     if not equals:
         raise CableError(f"an override is key=value, got {text!r}. Example: train.steps=100")
@@ -177,7 +181,7 @@ def _override(recipe: Recipe, text: str) -> Recipe:
         parsed = tomllib.loads(f"x = {value}")["x"]
     except tomllib.TOMLDecodeError:
         parsed = value  # a string without quotes
-    return _set(recipe, part, name, {**getattr(getattr(recipe, part), name), entry: parsed} if entry else parsed)
+    _set(parts, part, name, {**getattr(parts[part], name), entry: parsed} if entry else parsed)
 
 
 def _keys() -> dict[str, list[str]]:
@@ -204,11 +208,10 @@ def _unknown_key(key: str, known: list[str]) -> CableError:
     return CableError(f"recipe key {key!r} is not known; the nearest is {nearest!r}. Known: {', '.join(known)}.")
 
 
-def _set(recipe: Recipe, part: str, key: str, value: Any) -> Recipe:
-    section = getattr(recipe, part)
+def _set(parts: Parts, part: str, key: str, value: Any) -> None:
     if key not in _keys()[part]:
         raise _unknown_key(f"{part}.{key}", [f"{part}.{name}" for name in _keys()[part]])
-    return replace(recipe, **{part: replace(section, **{key: _typed(type(section), part, key, value)})})
+    parts[part] = replace(parts[part], **{key: _typed(type(parts[part]), part, key, value)})
 
 
 def _typed(cls: type, part: str, key: str, value: Any) -> Any:
@@ -218,7 +221,9 @@ def _typed(cls: type, part: str, key: str, value: Any) -> Any:
     kind = getattr(wanted, "__origin__", wanted)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if kind is tuple and isinstance(value, list):
+    if kind is tuple:
+        if not isinstance(value, list) or [type(item) in (int, float) for item in value] != [True, True]:
+            raise CableError(f"{part}.{key} must be two numbers, got {value!r}.")
         return tuple(float(item) for item in value)
     if kind is list and isinstance(value, str):
         return [item for item in value.split(",") if item and item != "none"]

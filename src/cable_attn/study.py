@@ -7,7 +7,8 @@ can be added, and one that fails does not stop the others.
 
 from __future__ import annotations
 
-import json
+import math
+import re
 import shutil
 import statistics
 import sys
@@ -21,6 +22,7 @@ import torch
 
 from cable_attn import findings, harness, passkey, pretraining
 from cable_attn import recipe as recipes
+from cable_attn.data.corpus import embedded_corpus
 from cable_attn.data.shards import Tokens
 from cable_attn.environment import environment
 from cable_attn.errors import CableError, unknown
@@ -187,11 +189,27 @@ def from_tree(name: str, tree: dict[str, Any], overrides: list[str]) -> Study:
     missing = [key for key in ("recipe", "lengths") if key not in tree] + ([] if variants else ["encodings"])
     if missing:
         raise CableError(f"study {name!r} lacks {', '.join(missing)}.")
+    _require_values(name, tree, variants, parts["reading"])
     tree["overrides"] = [*tree.get("overrides", []), *overrides]
     return Study(
         name=name, title=tree.pop("title", name), variants=variants, reading=Reading(**parts["reading"]),
         retrieval=retrieval, **tree,
     )  # fmt: skip
+
+
+def _require_values(name: str, tree: dict[str, Any], variants: dict[str, Any], reading: dict[str, Any]) -> None:
+    """What would otherwise come up after hours of training."""
+    for variant in variants:
+        if not re.fullmatch(r"[^\s./\\,\[\]][^/\\,\[\]]*", variant):
+            raise CableError(f"study {name!r}: the variant {variant!r} must do as a folder's name, without , / and [].")
+    for key, least in (("lengths", 1), ("seeds", 0)):
+        values = tree.get(key, [1])
+        if not isinstance(values, list) or any(type(n) is not int or n < least for n in values):
+            raise CableError(f"study {name!r}: {key} must be a list of whole numbers from {least} on, got {values!r}.")
+    for key, value in reading.items():
+        if type(value) is not type(getattr(Reading(), key)):
+            wanted = type(getattr(Reading(), key)).__name__
+            raise CableError(f"study {name!r}: reading.{key} must be {wanted}, got {value!r}.")
 
 
 def _require_keys(what: str, tree: dict[str, Any], known: list[str]) -> None:
@@ -231,8 +249,8 @@ def run(
     """Train and read what is not done yet, one cell after the other; why each cell that failed did."""
     writable_folder(out)
     chosen = choose(study, only)
-    for cell in chosen:
-        stored_result(cell, out)  # those of other settings must not come up hours later
+    for cell in study.cells():
+        stored_result(cell, out)  # those of other settings must not come up hours later, when the table is made
     failed = {}
     for cell in chosen:
         try:
@@ -305,12 +323,17 @@ def check_reading(cell: Cell) -> None:
         raise CableError(f"reading.stride={reading.stride} is longer than the shortest length, {min(lengths)}.")
     if reading.tasks:
         harness.require_harness()
-    if path == "embedded" or not lengths:
+    if not lengths:
         return
-    tokens = len(Tokens(Path(path), reading.split))
-    available = min(tokens, reading.tokens + 1) if reading.tokens else tokens
-    if available <= max(lengths):
-        raise CableError(f"{path!r}, {reading.split}, gives {available} tokens; a length of {max(lengths)} needs more.")
+    is_embedded = path == "embedded"
+    tokens = len(embedded_corpus("test")[0].text.encode()) if is_embedded else len(Tokens(Path(path), reading.split))
+    available = min(tokens, reading.tokens + 1) if reading.tokens else tokens  # of the embedded text at most so many
+    needed = math.lcm(*lengths) if reading.same_tokens else max(lengths)
+    if available <= needed:
+        what = f"lengths that predict the same tokens need {needed}" if reading.same_tokens else f"{needed} needs"
+        raise CableError(f"{path!r}, {reading.split}, gives {available} tokens; {what} more.")
+    if is_embedded:
+        return
     if reading.passkey and not (Path(cell.recipe().data.path) / "tokenizer").is_dir():
         raise CableError(f"reading.passkey needs a tokenizer with the tokens in {cell.recipe().data.path!r}.")
 
@@ -443,9 +466,11 @@ def _read_model(
 
 def training_record(folder: Path) -> dict[str, Any]:
     """The losses and the speed of the run."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    wanted = ("loss", "eval_loss", "train_runtime", "peak_memory_mib", "tokens")
+    lines = pretraining.read_metrics(folder / "metrics.jsonl")
+    wanted = ("loss", "eval_loss", "peak_memory_mib", "tokens")
     last = {key: value for line in lines for key, value in line.items() if key in wanted}
+    if seconds := [line["train_runtime"] for line in lines if "train_runtime" in line]:
+        last["train_runtime"] = sum(seconds)  # of a run that was stopped and resumed there are several
     speeds = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
     if speeds:  # those of the second half: compiled and warm
         last["median_tokens_per_second"] = statistics.median(speeds[len(speeds) // 2 :])

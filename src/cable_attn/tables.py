@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 Values = Mapping[str, Mapping[int, Sequence[float]]]
@@ -77,7 +78,8 @@ class LengthTable:
         for name in self.values:
             cells = [self.text(name, length) for length in self.lengths]
             bold = [self.is_best(name, length) for length in self.lengths]
-            table.add_row(name, *(f"[bold green]{cell}[/]" if best else cell for cell, best in zip(cells, bold)))
+            told = (f"[bold green]{cell}[/]" if best else cell for cell, best in zip(cells, bold))
+            table.add_row(escape(name), *told)
         return table
 
     def markdown(self) -> str:

@@ -84,6 +84,10 @@ def data_import(
     wrong = [split for split, equals, _ in pairs if not equals]
     if wrong:
         raise CableError(f"each file is SPLIT=FILE, like train=books.bin; got {wrong[0]!r}.")
+    splits = [split for split, _, _ in pairs]
+    twice = [split for split in splits if splits.count(split) > 1]
+    if twice:
+        raise CableError(f"split {twice[0]!r} is given twice. Join its files first: cat a.bin b.bin > all.bin")
     keep = find_tokenizer(tokenizer, iter(())) if tokenizer else None
     manifest = import_tokens(out, {split: Path(path) for split, _, path in pairs}, vocab_size, separator, keep)
     console.print(_splits_table(manifest, out))

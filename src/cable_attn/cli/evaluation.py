@@ -211,12 +211,15 @@ def _passkey(
 
 
 def _passkey_table(rows: list[dict[str, Any]]) -> Table:
+    unread = {row["length"]: row["error"] for row in rows if "error" in row}
     rows = [row for row in rows if "error" not in row]
     depths = sorted({row["depth"] for row in rows})
     table = Table("tokens", *(f"depth {depth:.0%}" for depth in depths), title="found")
     for length in sorted({row["length"] for row in rows}):
         found = {row["depth"]: row["accuracy"] for row in rows if row["length"] == length}
         table.add_row(str(length), *(f"{found[depth]:.0%}" for depth in depths))
+    if unread:
+        table.caption = "; ".join(f"{length}: {error}" for length, error in unread.items())
     return table
 
 

@@ -343,7 +343,11 @@ def _run_in_processes(
             if what != "running":
                 progress.update(bars[name], total=1, completed=1)
 
-        return processes.run_in_processes(commands, folder / "logs", jobs, watch, own_gpus=not launcher)
+        try:
+            return processes.run_in_processes(commands, folder / "logs", jobs, watch, own_gpus=not launcher)
+        except SystemExit:
+            say("Stopped. The same command goes on from here.")
+            raise
 
 
 def _tell_failures(failed: dict[str, str], cells: int) -> None:

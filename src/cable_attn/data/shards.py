@@ -20,12 +20,13 @@ from typing import Any
 import numpy as np
 
 from cable_attn.data.corpus import Document
-from cable_attn.data.sources import Stream
+from cable_attn.data.sources import Stream, state_of
 from cable_attn.data.tokenizers import HuggingFaceTokenizer, TextTokenizer, load_tokenizer
 from cable_attn.errors import CableError, require_known
 from cable_attn.files import read_json, writable_folder, write_atomically, write_json
 
 MANIFEST = "manifest.json"
+STATE = "source.sha256"
 SHARD_TOKENS = 100_000_000
 BATCH = 256
 """Documents tokenized at a time; the tokenizers use all cores for a batch."""
@@ -79,7 +80,13 @@ def holds(folder: Path, request: Request) -> bool:
     except CableError:
         return False
     same = manifest["request"] == _asked(request) and manifest["tokenizer"]["name"] == request.tokenizer
-    return same and all(entry["complete"] for entry in manifest["splits"].values())
+    return same and _is_unchanged(folder, request) and all(entry["complete"] for entry in manifest["splits"].values())
+
+
+def _is_unchanged(folder: Path, request: Request) -> bool:
+    """Whether local files are those that the tokens were made of; not in the manifest, whose hash names the tokens."""
+    path = folder / STATE
+    return not path.is_file() or path.read_text(encoding="utf-8") == state_of(request.source)
 
 
 def _asked(request: Request) -> dict[str, Any]:
@@ -151,14 +158,21 @@ def _begin(
                 f"{str(folder)!r} holds tokens of another request ({manifest['request']['source']!r} with tokenizer "
                 f"{manifest['tokenizer']['name']!r}). Choose another folder, or delete this one."
             )
+        if not _is_unchanged(folder, request):
+            raise CableError(
+                f"{request.source!r} has changed since its tokens were made. Choose another folder, or delete "
+                f"{str(folder)!r}."
+            )
         return manifest
-    if any(path.name != "tokenizer" and not path.name.endswith(".partial") for path in folder.iterdir()):
+    if any(path.name not in ("tokenizer", STATE) and not path.name.endswith(".partial") for path in folder.iterdir()):
         raise CableError(f"{str(folder)!r} is not empty and holds no {MANIFEST}. Choose another folder.")
     if save_tokenizer is not None:
         save_tokenizer(folder / "tokenizer")
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
     empty = {split: {"tokens": 0, "documents": 0, "shards": [], "complete": False} for split in splits}
     manifest = {"version": VERSION, "request": asked, "tokenizer": described, "dtype": dtype, "splits": empty}
+    if state := state_of(request.source):
+        write_atomically(folder / STATE, state)
     write_json(folder / MANIFEST, manifest)
     return manifest
 

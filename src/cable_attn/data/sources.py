@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cable_attn.data.corpus import EMBEDDED, Document, embedded_corpus, read_text
-from cable_attn.errors import CableError, unknown
+from cable_attn.errors import CableError, reason, unknown
 
 READABLE = (".txt", ".md", ".jsonl", ".parquet")
 
@@ -73,24 +74,41 @@ def _skip(documents: Callable[[], Iterator[Document]]) -> Stream:
 
 
 def _hold_out(stream: Stream, share: float) -> dict[str, Stream]:
-    """Every k-th document is held out, so that no split needs to know how many there are."""
+    """Documents are held out at even distances, so that no split needs to know how many there are."""
     if not 0 <= share < 1:
         raise CableError(f"held_out must be at least 0 and below 1, got {share}.")
     if share == 0:
         return {"train": stream}
-    every = max(round(1 / share), 2)
+    millionths = max(round(share * 1e6), 1)
+
+    def is_held(n: int) -> bool:
+        return (n + 1) * millionths // 10**6 > n * millionths // 10**6
 
     def part(held: bool) -> Stream:
         def documents() -> Iterator[Document]:
-            return (d for n, d in enumerate(stream(0)) if (n % every == every - 1) == held)
+            return (d for n, d in enumerate(stream(0)) if is_held(n) == held)
 
         return _skip(documents)
 
     return {"train": part(False), "validation": part(True)}
 
 
+def state_of(source: str) -> str | None:
+    """A hash of the names, sizes and times of a local source's files: another one when they have changed."""
+    path = Path(source)
+    if not path.exists():
+        return None
+    stats = [(file.relative_to(path).as_posix(), file.stat()) for file in _files(path)]
+    told = "".join(f"{name} {stat.st_size} {stat.st_mtime_ns}\n" for name, stat in stats)
+    return hashlib.sha256(told.encode()).hexdigest()
+
+
+def _files(path: Path) -> list[Path]:
+    return sorted(p for p in path.rglob("*") if p.suffix in READABLE) if path.is_dir() else [path]
+
+
 def _local(path: Path, column: str) -> Iterator[Document]:
-    paths = sorted(p for p in path.rglob("*") if p.suffix in READABLE) if path.is_dir() else [path]
+    paths = _files(path)
     if not paths:
         raise CableError(f"folder {str(path)!r} has no file of a kind that can be read: {', '.join(READABLE)}.")
     for file in paths:
@@ -103,14 +121,14 @@ def _local(path: Path, column: str) -> Iterator[Document]:
 
 
 def _jsonl(path: Path, column: str) -> Iterator[Document]:
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = json.loads(line.decode("utf-8"))
             except ValueError as error:
-                raise CableError(f"{path}, line {number}: not JSON ({error}).") from error
+                raise CableError(f"{path}, line {number}: not JSON in UTF-8 ({error}).") from error
             yield Document(f"{path.name}:{number}", _text(row, column, f"{path}, line {number}"))
 
 
@@ -120,7 +138,11 @@ def _parquet(path: Path, column: str) -> Iterator[Document]:
     except ImportError as error:
         raise CableError("parquet files need pyarrow: pip install 'cable-attn[data]'.") from error
     number = 0
-    for batch in parquet.ParquetFile(path).iter_batches():
+    try:
+        batches = parquet.ParquetFile(path).iter_batches()
+    except (OSError, ValueError) as error:  # pyarrow's are such
+        raise CableError(f"{str(path)!r} is no parquet file: {reason(error)}.") from error
+    for batch in batches:
         for row in batch.to_pylist():
             number += 1
             yield Document(f"{path.name}:{number}", _text(row, column, f"{path}, row {number}"))

@@ -20,27 +20,42 @@ def from_gpt2(source: str | GPT2LMHeadModel, encoding: str = "learnable", **fiel
     if not isinstance(gpt2, GPT2LMHeadModel):
         raise CableError(f"from_gpt2 takes a GPT2LMHeadModel, got {type(gpt2).__name__}.")
     config = gpt2.config
-    ours = CableGPTForCausalLM(
-        CableGPTConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.n_embd,
-            num_hidden_layers=config.n_layer,
-            num_attention_heads=config.n_head,
-            intermediate_size=config.n_inner,
-            max_position_embeddings=config.n_positions,
-            layer_norm_eps=config.layer_norm_epsilon,
-            encoding=encoding,
-            **fields,
-        )
-    )
+    if config.add_cross_attention:
+        raise CableError("from_gpt2 takes models without cross-attention.")
+    own = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.n_embd,
+        "num_hidden_layers": config.n_layer,
+        "num_attention_heads": config.n_head,
+        "intermediate_size": config.n_inner,
+        "max_position_embeddings": config.n_positions,
+        "layer_norm_eps": config.layer_norm_epsilon,
+        "hidden_act": config.activation_function,
+    }
+    ours = CableGPTForCausalLM(CableGPTConfig(**own | _shared(config) | {"encoding": encoding} | fields))
     weights = {}
     for name, value in gpt2.state_dict().items():
         if re.search(r"(c_attn|c_proj|c_fc)\.weight$", name):
             value = value.T  # Conv1D keeps its matrices transposed
+        if "c_attn" in name:
+            value = torch.cat([value[: config.n_embd] * _query_scale(config, name), value[config.n_embd :]])
         weights[_rename(name, _GPT2_NAMES)] = value
     if encoding != "learnable":
         weights.pop("transformer.encoding.table")
     return _load(ours, weights)
+
+
+def _query_scale(config: Any, name: str) -> float:
+    """What GPT-2 may do to its scores besides dividing by √D, as a factor of the queries."""
+    scale = 1.0 if config.scale_attn_weights else (config.n_embd // config.n_head) ** 0.5
+    layer = int(name.split(".h.")[1].split(".")[0])
+    return scale / (layer + 1) if config.scale_attn_by_inverse_layer_idx else scale
+
+
+def _shared(config: Any) -> dict[str, Any]:
+    """Fields that mean the same in theirs and ours."""
+    names = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
+    return {name: getattr(config, name, None) for name in names}
 
 
 def from_bert(source: str | BertForMaskedLM, encoding: str = "learnable", **fields: Any) -> CableBertForMaskedLM:
@@ -49,22 +64,14 @@ def from_bert(source: str | BertForMaskedLM, encoding: str = "learnable", **fiel
     if not isinstance(bert, BertForMaskedLM):
         raise CableError(f"from_bert takes a BertForMaskedLM, got {type(bert).__name__}.")
     config = bert.config
-    ours = CableBertForMaskedLM(
-        CableBertConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            num_hidden_layers=config.num_hidden_layers,
-            num_attention_heads=config.num_attention_heads,
-            intermediate_size=config.intermediate_size,
-            max_position_embeddings=config.max_position_embeddings,
-            type_vocab_size=config.type_vocab_size,
-            hidden_act=config.hidden_act,
-            layer_norm_eps=config.layer_norm_eps,
-            pad_token_id=config.pad_token_id,
-            encoding=encoding,
-            **fields,
-        )
-    )
+    if config.is_decoder:
+        raise CableError("from_bert takes encoders, and this BERT is a decoder (is_decoder=True).")
+    same = (
+        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
+        "max_position_embeddings", "type_vocab_size", "hidden_act", "layer_norm_eps",
+    )  # fmt: skip
+    own = {name: getattr(config, name) for name in same}
+    ours = CableBertForMaskedLM(CableBertConfig(**own | _shared(config) | {"encoding": encoding} | fields))
     old = bert.state_dict()
     weights = {_rename(name, _BERT_NAMES): value for name, value in old.items() if ".attention.self." not in name}
     for layer in range(config.num_hidden_layers):

@@ -82,6 +82,7 @@ class EncodedConfig(PreTrainedConfig):
                 f"num_key_value_heads={self.num_key_value_heads} does not divide "
                 f"num_attention_heads={self.num_attention_heads}."
             )
+        require_known("hidden_act", self.hidden_act, ACT2FN)
         require_known("attention backend", self.attention_backend, ["auto", *BACKENDS])
         encoding = find_encoding(self.encoding, self.options, causal=self.is_causal)
         if self.attention_prune is not None and not encoding.prunable:

@@ -18,6 +18,8 @@ from transformers import (
 
 from cable_attn.errors import CableError, reason
 
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+
 
 def checkpoint_folder(name: str) -> Path:
     """A folder on disk as it is; else a model of the hub, fetched or from the cache: its weights and texts only."""
@@ -34,7 +36,7 @@ def checkpoint_folder(name: str) -> Path:
 
 def tokenizer_of(folder: Path) -> Any:
     """The tokenizer that lies with a checkpoint, or ``None``."""
-    if not (folder / "tokenizer.json").is_file():
+    if not any((folder / name).is_file() for name in TOKENIZERS):
         return None
     return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
