@@ -257,7 +257,7 @@ def bad_requests():
     yield (q[:, :3], k, v), {}, "3 query heads are not a multiple of 2"
     yield (q, k[:, :, :3], v[:, :, :3]), {}, "5 queries from key -2"
     yield (q, k, v), {"query_start": 1}, "do not lie within 5 keys"
-    yield (q, k, v), {"window": 0}, "window must be at least 1"
+    yield (q, k, v), {"window": 0}, "window must be a whole number of at least 1"
     yield (q, k, v), {"key_mask": torch.ones(1, 4, dtype=torch.bool)}, "key_mask must be [1, 5]"
     yield (q, k, v), {"key_mask": torch.ones(1, 5)}, "key_mask must be bool"
     yield (q, k, v), {"document_ids": torch.ones(5)}, "document_ids must be [1, 5]"
@@ -271,3 +271,57 @@ def test_bad_requests_are_named(args, kwargs, words):
     with pytest.raises(CableError) as error:
         attention(*args, **kwargs)
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_values_may_be_wider_than_keys(window):
+    q, k, _ = make_inputs(1, 2, 1, 9, 9, 8)
+    v, bias = torch.randn(1, 1, 9, 24), PotentialBias(torch.rand(1, 2, 9).double().cumsum(-1), torch.rand(1, 2, 9))
+    outs = [attention(q, k, v, bias, window=window, backend=name) for name in ("sdpa", "reference")]
+    assert outs[0].shape == (1, 2, 9, 24) and torch.allclose(*outs, atol=1e-5)
+
+
+@pytest.mark.parametrize("ids", [[0] * 4 + [2**32] * 4, [0.1] * 4 + [0.9] * 4, [3] * 2 + [5] * 4 + [3] * 2])
+@pytest.mark.parametrize("backend", ["reference", "sdpa", "triton"])
+def test_documents_are_told_apart_whatever_their_ids_are(ids, backend):
+    """One that comes back is another document: its potential has begun anew."""
+    q, k, v = make_inputs(1, 1, 1, 8, 8, 16)
+    bias = PotentialBias(torch.rand(1, 1, 8).double().cumsum(-1))
+    numbers = [0, 0, 0, 0, 1, 1, 1, 1] if len(set(ids[:4])) == 1 else [0, 0, 1, 1, 1, 1, 2, 2]
+    got = attention(q, k, v, bias, document_ids=torch.tensor([ids]), backend=backend)
+    wanted = attention(q, k, v, bias, document_ids=torch.tensor([numbers]), backend="reference")
+    assert torch.allclose(got, wanted, atol=1e-5)
+
+
+def test_more_queries_than_keys_need_no_places_without_order():
+    q, k, v = make_inputs(1, 1, 1, 40, 7, 16)
+    mask = torch.arange(7)[None] < 5
+    wanted = attention(q, k, v, causal=False, key_mask=mask, query_start=0, backend="reference")
+    assert torch.allclose(attention(q, k, v, causal=False, key_mask=mask, query_start=0), wanted, atol=1e-5)
+    with pytest.raises(CableError, match="want every query to stand at a key"):
+        attention(q, k, v, causal=False, key_mask=mask, query_start=0, backend="triton")
+    with pytest.raises(CableError, match="each query must stand at a key"):
+        attention(q, k, v, causal=False, document_ids=torch.zeros(1, 7))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"q": torch.zeros(3, 4)}, r"must be \[batch, heads, tokens, dim\]"),
+        ({"bias": torch.zeros(4, 4)}, "bias must be a Bias, like PotentialBias"),
+        ({"window": 2.5}, "window must be a whole number of at least 1, got 2.5"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(change, words):
+    q, k, v = make_inputs(1, 1, 1, 4, 4, 16)
+    with pytest.raises(CableError, match=words):
+        attention(**{"q": q, "k": k, "v": v, **change})
+
+
+def test_a_layout_follows_its_layer_to_another_device():
+    layout = Layout(2, 3, 1, torch.device("cpu"), key_mask=torch.ones(1, 3, dtype=torch.bool))
+    layout.known_positions, layout.known_waves = layout.positions, (torch.ones(1), torch.ones(1))
+    moved = layout.to(torch.device("meta"))
+    tensors = (moved.key_mask, moved.known_positions, *moved.known_waves)
+    assert moved.device.type == "meta" and all(tensor.device.type == "meta" for tensor in tensors)
+    assert layout.to(torch.device("cpu")) is layout

@@ -88,3 +88,11 @@ def test_what_does_not_fit_is_named():
 def test_the_example_of_a_block_of_ones_own():
     example = runpy.run_path(str(Path(__file__).parent.parent / "examples/own_block.py"))
     assert example["main"]() > 0.9
+
+
+def test_a_bias_serves_a_part_of_the_queries():
+    """FIRE asks where in the text they stand."""
+    torch.manual_seed(0)
+    x, (q, k, v) = torch.randn(1, 32, 16), torch.randn(3, 1, 2, 32, 8)
+    bias = CableBias(16, 2, "fire", threshold=4.0)(x)
+    assert torch.allclose(attention(q[:, :, -3:], k, v, bias), attention(q, k, v, bias)[:, :, -3:], atol=1e-5)

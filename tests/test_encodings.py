@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -532,3 +533,20 @@ def test_the_operators_that_make_them_are_well_behaved():
         torch.library.opcheck(
             torch.ops.cable_attn.steps_and_gains.default, (*given, 0.0), test_utils=("test_schema", "test_faketensor")
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("rope", {"base": -1.0}, "base must be above 1"),
+        ("rope", {"scaling": "linear", "factor": float("nan")}, "factor must be at least 1"),
+        ("fire", {"width": 0}, "width must be at least 1"),
+        ("dapev2-cable", {"width": 0}, "width must be at least 1"),
+        ("t5", {"clip": 2.5}, "option clip of encoding 't5' must be int or NoneType, got 2.5"),
+        ("cable", {"gain_floor": "1"}, "option gain_floor of encoding 'cable' must be float, got '1'"),
+        ("cable", {"per_head_input": 1}, "option per_head_input of encoding 'cable' must be bool, got 1"),
+    ],
+)
+def test_options_that_cannot_work_are_named(name, options, words):
+    with pytest.raises(CableError, match=re.escape(words)):
+        CableGPTForCausalLM(small_gpt(name, encoding_options=options))

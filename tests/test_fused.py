@@ -199,6 +199,15 @@ def steep(queries, keys, causal, **extra):
     return make_call(q * 0.3, k * 0.3, v, bias, layout, prune=1e-3)
 
 
+def test_gradients_of_gradients_are_refused():
+    """Rather than left out."""
+    q = make_inputs(1, 1, 1, 8, 8, 16)[0].requires_grad_()
+    bias = PotentialBias(torch.rand(1, 1, 8).double().cumsum(-1))
+    out = attention(q, q, q, bias, backend="triton").sum()
+    with pytest.raises(CableError, match="no second derivatives"):
+        torch.autograd.grad(out, q, create_graph=True)
+
+
 def test_short_texts_are_not_pruned(monkeypatch):
     """To find out what can be left out would take longer than to read it."""
     call = steep(320, 320, True)

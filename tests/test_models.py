@@ -530,3 +530,27 @@ def test_normalised_queries_and_keys_are_saved_and_bounded(tmp_path):
     for call, block in zip(layer_calls(model, TEXT), model.transformer.h):
         most = call.q.shape[-1] * torch.stack([norm.weight.abs().max() for norm in block.attn.norms]).prod()
         assert (call.q @ call.k.mT).abs().max() <= most * 1.0001
+
+
+def test_packs_are_told_by_positions_that_begin_anew():
+    """As transformers' collator for packed texts sends them; ordinary positions are no pack."""
+    model = gpt("cable")
+    first, second = torch.randint(1, 97, (1, 6)), torch.randint(1, 97, (1, 8))
+    both, places = torch.cat([first, second], 1), torch.cat([torch.arange(6), torch.arange(8)])[None]
+    packed = model(both, position_ids=places).logits
+    assert torch.allclose(packed, torch.cat([model(first).logits, model(second).logits], 1), atol=1e-5)
+    assert torch.equal(model(both, position_ids=torch.arange(14)[None]).logits, model(both).logits)
+    with pytest.raises(CableError, match=r"attention_mask must be \[batch, tokens\]"):
+        model(both, attention_mask=torch.ones(1, 1, 14, 14))
+    with pytest.raises(CableError, match=r"document_ids must be \[1, 14\]"):
+        model(both, document_ids=torch.zeros(1, 3))
+
+
+@pytest.mark.parametrize("made", [CableGPTForCausalLM, CableBertForMaskedLM])
+def test_a_config_may_ask_for_hidden_states_and_attentions(made):
+    config = small_gpt("cable") if made is CableGPTForCausalLM else small_bert("cable")
+    config.output_hidden_states = True
+    config.output_attentions = True
+    out = made(config).eval()(TEXT)
+    assert len(out.hidden_states) == 3 and len(out.attentions) == 2
+    assert made(config).eval()(TEXT, output_hidden_states=False).hidden_states is None

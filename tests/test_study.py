@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import os
 import re
 import signal
@@ -438,3 +439,15 @@ def test_a_figure_keeps_close_rivals_apart_beside_one_that_fails(monkeypatch, tm
         low, high = figure.axes[0].get_ylim()
         assert low < lowest and highest < high < 1.1 * highest
         assert [text.get_text() for text in figure.legends[0].get_texts()] == ["cable", named]
+
+
+def test_a_table_and_a_figure_bear_what_is_not_finite(tmp_path):
+    values = {"a|b_c": {64: [math.nan]}, "cable": {64: [2.0, math.inf]}, "rope": {64: [3.0, 5.0]}}
+    table = LengthTable("t", values, 64)
+    lines = table.markdown().splitlines()
+    assert lines[2:] == ["| a\\|b_c | nan |", "| cable | inf |", "| rope | **4.00 ± 1.41** |"]
+    assert r"a|b\_c & nan" in table.latex()
+    paths = report.perplexity_figure({"cable": {64: math.nan}, "rope": {64: 3.0}}, 64, tmp_path / "x")
+    assert all(path.stat().st_size > 1000 for path in paths)
+    rows = [{"length": 8, "depth": 0.0, "accuracy": 1.0}, {"length": 16, "depth": 1.0, "accuracy": 0.5}]
+    assert report.passkey_figure(rows, tmp_path / "y")

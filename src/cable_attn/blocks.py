@@ -70,10 +70,10 @@ def score_mod(bias: Bias) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], 
     The causal mask is FlexAttention's business (a block mask), as always.
     """
     if isinstance(bias, ToeplitzBias):
-        table, zero = bias.table, bias.zero
+        table, zero, one = bias.table, bias.zero, bias.table.shape[0] == 1
 
         def from_table(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return score + table[h, (i - j + zero).clamp(0, table.shape[-1] - 1)]
+            return score + table[h * 0 if one else h, (i - j + zero).clamp(0, table.shape[-1] - 1)]
 
         return from_table
     if not isinstance(bias, PotentialBias):

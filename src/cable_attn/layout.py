@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cable_attn.bias import Index, prefix_sum
+
+
+def numbered(document_ids: Tensor) -> Tensor:
+    """Documents counted from 0, whatever their ids are [B, T]."""
+    changed = document_ids[:, 1:] != document_ids[:, :-1]
+    return torch.nn.functional.pad(changed.cumsum(-1, dtype=torch.int32), (1, 0))
 
 
 @dataclass
@@ -16,7 +23,8 @@ class Layout:
 
     Keys are counted from 0 to ``key_length``, cached ones included; query ``i`` stands at key ``i + query_start``.
     ``key_mask`` [B, Tk] is true for real tokens and false for padding; ``document_ids`` [B, Tk] says which document of
-    a pack a token belongs to, and tokens see only their own document; ``window`` limits the distance to window − 1.
+    a pack a token belongs to, and tokens see only their own document (an id that comes back later is another one);
+    ``window`` limits the distance to window − 1.
     ``known_positions`` [B or 1, Tq] and ``known_waves`` (RoPE's cosines and sines) spare each layer computing them.
     """
 
@@ -30,6 +38,10 @@ class Layout:
     document_ids: Tensor | None = None
     known_positions: Tensor | None = None
     known_waves: tuple[Tensor, Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        if self.document_ids is not None and self.document_ids.dim() == 2 and self.document_ids.shape[1]:
+            self.document_ids = numbered(self.document_ids)
 
     @property
     def is_square(self) -> bool:
@@ -73,6 +85,20 @@ class Layout:
             real = torch.ones_like(self._starts)
         counted = prefix_sum(real.unsqueeze(1).float(), starts=self._starts).squeeze(1).long()
         return (counted - 1).clamp(min=0)[:, self.at]
+
+    def to(self, device: torch.device) -> Layout:
+        """On the device of a layer, if layers lie on several."""
+        if device == self.device:
+            return self
+
+        def moved(value: Any) -> Any:
+            return value.to(device) if isinstance(value, Tensor) else value
+
+        waves = None if self.known_waves is None else (moved(self.known_waves[0]), moved(self.known_waves[1]))
+        return replace(
+            self, device=device, query_start=moved(self.query_start), key_mask=moved(self.key_mask),
+            document_ids=moved(self.document_ids), known_positions=moved(self.known_positions), known_waves=waves,
+        )  # fmt: skip
 
     def of_last_keys(self, count: int) -> Layout:
         """The same queries against the last ``count`` keys only: those before have been forgotten."""

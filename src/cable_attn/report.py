@@ -147,11 +147,12 @@ def passkey_figure(rows: list[dict[str, Any]], stem: Path) -> list[Path]:
     found = {(row["depth"], row["length"]): row["accuracy"] for row in rows}
     size = (1.6 + 0.75 * len(lengths), 1.3 + 0.38 * len(depths))
     figure, axes = pyplot().subplots(figsize=size, layout="constrained")
-    image = [[found[depth, length] for length in lengths] for depth in depths]
+    image = [[found.get((depth, length), math.nan) for length in lengths] for depth in depths]
     axes.imshow(image, vmin=0, vmax=1, cmap="cividis", aspect="auto")
     for y, row in enumerate(image):
         for x, value in enumerate(row):
-            axes.text(x, y, f"{value:.0%}", ha="center", va="center", fontsize=8, color="w" if value < 0.6 else "k")
+            told, colour = ("–", "k") if math.isnan(value) else (f"{value:.0%}", "w" if value < 0.6 else "k")
+            axes.text(x, y, told, ha="center", va="center", fontsize=8, color=colour)
     axes.set_xticks(range(len(lengths)), [str(length) for length in lengths])
     axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
     axes.set_xlabel("tokens in the text")
@@ -172,14 +173,17 @@ def loss_figure(
 
 def place_figure(curves: Curves, trained_at: int, stem: Path) -> list[Path]:
     """Loss at each place of a long text, a line for each name, as PNG, SVG and PDF."""
+    curves = {name: [(n, loss) for n, loss in curve if math.isfinite(loss)] for name, curve in curves.items()}
+    curves = {name: curve for name, curve in curves.items() if curve}
     losses = {name: [loss for _, loss in curve] for name, curve in curves.items()}
     values = [loss for own in losses.values() for loss in own]
-    top = min(values) + math.log(WORST)
+    top = min(values, default=0.0) + math.log(WORST)
     curves = {_labelled(name, losses[name], top, ".1f"): curve for name, curve in curves.items()}
     figure, axes = _lines(curves, "loss on held-out text", "place in the text, tokens")
     _mark_training(axes, trained_at)
     axes.set_xscale("log", base=2)
-    axes.set_ylim(min(values) - 0.05, max(value for value in values if value <= top) + 0.05)
+    if values:
+        axes.set_ylim(min(values) - 0.05, max(value for value in values if value <= top) + 0.05)
     return save(figure, stem)
 
 
@@ -229,6 +233,7 @@ def _log_scale(axes: Any) -> None:
 def perplexity_figure(results: Perplexities, trained_at: int, stem: Path) -> list[Path]:
     """Perplexity against length, as PNG, SVG and PDF."""
     figure, axes = pyplot().subplots(figsize=(6.4, 4.2), layout="constrained")
+    results = {name: {n: value for n, value in row.items() if math.isfinite(value)} for name, row in results.items()}
     values = [value for row in results.values() for value in row.values()]
     top = WORST * min(values, default=1.0)
     for n, (name, row) in enumerate(results.items()):

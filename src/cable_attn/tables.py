@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
+import math
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,16 +45,19 @@ class LengthTable:
         return [f"{length} ({length / self.trained_at:g}×)" for length in self.lengths]
 
     def is_best(self, name: str, length: int) -> bool:
-        means = [statistics.mean(row[length]) for row in self.values.values() if row.get(length)]
-        best = min(means) if self.lower_is_better else max(means)
-        return bool(self.values[name].get(length)) and statistics.mean(self.values[name][length]) == best
+        means = [statistics.fmean(row[length]) for row in self.values.values() if row.get(length)]
+        finite = [mean for mean in means if math.isfinite(mean)]
+        if not finite or not self.values[name].get(length):
+            return False
+        best = min(finite) if self.lower_is_better else max(finite)
+        return statistics.fmean(self.values[name][length]) == best
 
     def text(self, name: str, length: int) -> str:
         found = self.values[name].get(length)
         if not found:
             return "–"
         told = f"{statistics.mean(found):.{self.digits}f}"
-        if len(found) > 1:
+        if len(found) > 1 and all(map(math.isfinite, found)):
             told += f" ± {statistics.stdev(found):.{self.digits}f}"
         theirs = self.paper.get(name, {}).get(str(length))
         if theirs is not None:
@@ -89,7 +94,7 @@ class LengthTable:
                 f"**{self.text(name, length)}**" if self.is_best(name, length) else self.text(name, length)
                 for length in self.lengths
             ]
-            lines.append([name, *cells])
+            lines.append([name.replace("|", "\\|"), *cells])
         return markdown_table(["encoding", *self.header()], lines)
 
     def latex(self) -> str:
@@ -100,7 +105,8 @@ class LengthTable:
             for length in self.lengths:
                 cell = self.text(name, length).replace("±", r"$\pm$").replace("–", "--")
                 cells.append(rf"\textbf{{{cell}}}" if self.is_best(name, length) else cell)
-            lines.append(rf"{name.replace('_', chr(92) + '_')} & {' & '.join(cells)} \\")
+            escaped = re.sub(r"([_&%#$])", r"\\\1", name)
+            lines.append(rf"{escaped} & {' & '.join(cells)} \\")
         return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
 
     def csv(self) -> str:

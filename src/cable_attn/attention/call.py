@@ -54,11 +54,15 @@ class Call:
         return i, torch.arange(keys, device=self.q.device)
 
 
+def require_four(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+        raise CableError(f"q, k, v must be [batch, heads, tokens, dim], got {_shapes(q=q, k=k, v=v)}.")
+
+
 def check(call: Call) -> None:
     """Raise a :class:`CableError` for tensors that do not fit together."""
     q, k, v, layout = call.q, call.k, call.v, call.layout
-    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
-        raise CableError(f"q, k, v must be [batch, heads, tokens, dim], got {_shapes(q=q, k=k, v=v)}.")
+    require_four(q, k, v)
     if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3] or q.shape[-1] != k.shape[-1]:
         raise CableError(f"q, k and v do not fit together: {_shapes(q=q, k=k, v=v)}.")
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
@@ -66,14 +70,17 @@ def check(call: Call) -> None:
     if q.shape[1] % k.shape[1]:
         raise CableError(f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} key heads.")
     start = layout.query_start
-    has_places = (layout.causal or call.bias is not None) and isinstance(start, int)
+    placed = layout.causal or call.bias is not None or layout.document_ids is not None
+    has_places = placed and isinstance(start, int)
     if has_places and not 0 <= start <= k.shape[2] - q.shape[2]:
         raise CableError(
             f"{q.shape[2]} queries from key {start} on do not lie within {k.shape[2]} keys: "
             "each query must stand at a key."
         )
-    if layout.window is not None and layout.window < 1:
-        raise CableError(f"window must be at least 1, got {layout.window}.")
+    if layout.window is not None and (not isinstance(layout.window, (int, torch.SymInt)) or layout.window < 1):
+        raise CableError(f"window must be a whole number of at least 1, got {layout.window}.")
+    if call.bias is not None and not isinstance(call.bias, Bias):
+        raise CableError(f"bias must be a Bias, like PotentialBias(c, g), got {type(call.bias).__name__}.")
     for name, value in (("key_mask", layout.key_mask), ("document_ids", layout.document_ids)):
         if value is not None and tuple(value.shape) != (q.shape[0], k.shape[2]):
             raise CableError(f"{name} must be [{q.shape[0]}, {k.shape[2]}] (batch, keys), got {tuple(value.shape)}.")

@@ -15,6 +15,7 @@ from cable_attn.attention.operands import masks, padded, potential, rows_of_numb
 from cable_attn.attention.tiles import INTERPRETED, USES_COLUMNS, Tile, Tiles, generation, tiles_for
 from cable_attn.bias import Bias, FunctionBias, PotentialBias, ToeplitzBias, TokenBias
 from cable_attn.devices import TRITON, current, interpreting
+from cable_attn.errors import CableError
 
 NAME = "triton"
 TOEPLITZ, DENSE = 2, 3
@@ -56,7 +57,10 @@ def refuses(call: Call) -> str | None:
         return "the fused kernels have no attention dropout"
     if call.prune and q.dtype == torch.float32 and q.shape[-1] > 128:
         return "pruning in float32 takes head dimensions up to 128: the bounds need more shared memory than GPUs have"
-    if isinstance(call.layout.query_start, Tensor) and not decoding.serves(call):
+    start = call.layout.query_start
+    if not call.layout.causal and isinstance(start, int) and not 0 <= start <= call.k.shape[2] - q.shape[2]:
+        return "the fused kernels want every query to stand at a key"
+    if isinstance(start, Tensor) and not decoding.serves(call):
         return (
             "the queries' place is known only on the device (a static cache), and they are too many for the kernel "
             f"that takes that (more than {decoding.ROWS} for a key head), or the call wants gradients"
@@ -390,6 +394,8 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do, *unused):  # type: ignore[no-untyped-def]
+        if torch.is_grad_enabled():  # create_graph=True
+            raise CableError("the fused kernels have no second derivatives. Use backend='reference' for them.")
         return _gradients(ctx, do, _backward)
 
 

@@ -17,7 +17,8 @@ from cable_attn.bias import PotentialBias
 
 NAME = "sdpa"
 COLUMN_ROWS = 4096
-"""How many rows share one centre of the potential: the fp32 columns are exact to about 2e-5 over so many tokens."""
+"""How many rows share one centre of the potential: where a token adds about 1 to the distance, the fp32 columns are
+exact to about 2e-5 over so many tokens, and to less where it adds more."""
 HIDDEN_KEY = -1e9
 """The column value of a padded key: lower than any bias, for a weight of exactly 0; and 0 for all others."""
 
@@ -73,16 +74,19 @@ def _square_columns(call: Call) -> Tensor:
         q = torch.cat([q, q.new_ones(()).expand(*q.shape[:-1], 1)], dim=-1)
         hidden = torch.where(key_mask, 0.0, HIDDEN_KEY).to(k.dtype)
         k = torch.cat([k, hidden[:, None, :, None].expand(*k.shape[:-1], 1)], dim=-1)
-    width = q.shape[-1]
-    # Values as wide as the keys, or PyTorch leaves its fast kernel.
-    out = scaled_dot_product_attention(
-        q, k, pad(v, (0, width - v.shape[-1])), dropout_p=call.dropout, is_causal=True, scale=1.0
-    )
+    out = scaled_dot_product_attention(*_one_width(q, k, v), dropout_p=call.dropout, is_causal=True, scale=1.0)
     out = out[..., : v.shape[-1]]
     if key_mask is not None:
         sees_nothing = key_mask.cumsum(-1) == 0
         out = out.masked_fill(sees_nothing[:, None, :, None], 0.0)
     return out.to(call.v.dtype)
+
+
+def _one_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Values as wide as queries and keys, or PyTorch leaves its fast kernel."""
+    width = max(q.shape[-1], v.shape[-1])
+    q, k, v = (x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+    return q, k, v
 
 
 def _columns(call: Call, rows: range, keys: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,8 +122,8 @@ def _attend(call: Call, rows: range) -> Tensor:
     mask = visible | sees_nothing  # such a row may look anywhere: it is set to 0 below
     scale, grouped = call.scale, False
     if takes_columns(call):
-        q, k, v = _columns(call, rows, len(j))
-        v, scale = pad(v, (0, q.shape[-1] - v.shape[-1])), 1.0
+        q, k, v = _one_width(*_columns(call, rows, len(j)))
+        scale = 1.0
     else:
         wide = call.q.dtype if call.bias is None else call.wide
         q, k, v = call.q[:, :, i].to(wide), call.k[:, :, : len(j)].to(wide), call.v[:, :, : len(j)].to(wide)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
 
 from cable_attn.bias import Bias, PotentialBias, TokenBias, prefix_sum
-from cable_attn.errors import unknown
+from cable_attn.errors import CableError, unknown
 from cable_attn.layout import Layout
 
 
@@ -131,7 +131,13 @@ def option_names(encoding: type[Encoding]) -> list[str]:
 
 
 def check_options(name: str, encoding: type[Encoding], options: Mapping[str, Any]) -> None:
-    """Raise an error that names the nearest option for one that ``encoding`` does not have."""
-    for option in options:
+    """Raise an error that names the nearest option for one that ``encoding`` does not have, or what it must be."""
+    hints = get_type_hints(encoding.__init__)
+    for option, value in options.items():
         if option not in option_names(encoding):
             raise unknown(f"option of encoding {name!r}", option, option_names(encoding))
+        kinds = [get_origin(kind) or kind for kind in get_args(hints[option]) or (hints[option],)]
+        is_whole = type(value) is int and float in kinds
+        if not is_whole and (not isinstance(value, tuple(kinds)) or (isinstance(value, bool) and bool not in kinds)):
+            wanted = " or ".join(kind.__name__ for kind in kinds)
+            raise CableError(f"option {option} of encoding {name!r} must be {wanted}, got {value!r}.")

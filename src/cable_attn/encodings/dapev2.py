@@ -19,6 +19,7 @@ from cable_attn.bias import Bias
 from cable_attn.encodings.base import Encoding, Geometry, PotentialMemory, check_options
 from cable_attn.encodings.cable import Cable
 from cable_attn.encodings.kerple import KerpleLog
+from cable_attn.errors import CableError
 from cable_attn.layout import Layout
 
 
@@ -29,6 +30,8 @@ class DapeV2(Encoding):
 
     def __init__(self, geometry: Geometry, *, width: int = 32, inner_options: Mapping[str, Any] | None = None):
         super().__init__(geometry)
+        if width < 1:
+            raise CableError(f"width must be at least 1, got {width}.")
         check_options(self.inner_class.__name__, self.inner_class, inner_options or {})
         self.inner = self.inner_class(geometry, **(inner_options or {}))
         self.first = nn.Conv2d(2 * geometry.num_heads, width, kernel_size=(1, 3), padding=(0, 1))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from cable_attn.bias import FunctionBias, Index
 from cable_attn.encodings.base import Encoding, Geometry, PotentialMemory, at_least_float32
+from cable_attn.errors import CableError
 from cable_attn.layout import Layout
 
 EPSILON = 1e-6
@@ -23,6 +24,8 @@ class Fire(Encoding):
 
     def __init__(self, geometry: Geometry, *, width: int = 32, threshold: float = 512.0):
         super().__init__(geometry)
+        if width < 1:
+            raise CableError(f"width must be at least 1, got {width}.")
         self.threshold = threshold
         self.inner = nn.Linear(1, width)
         self.outer = nn.Linear(width, geometry.num_heads)
@@ -47,7 +50,8 @@ class Fire(Encoding):
         def block(i: Tensor, j: Tensor, query_start: Index) -> Tensor:
             with torch.autocast(x.device.type, enabled=False):
                 distance = ((i + query_start)[:, None] - j).to(wide)  # [n, m]
-                place = layout.positions[:, i, None].to(wide)  # [B or 1, n, 1]
+                own = i + (query_start - layout.query_start)  # the call may be of a part of the queries
+                place = layout.positions[:, own, None].to(wide)  # [B or 1, n, 1]
                 if not layout.causal:
                     place = torch.maximum(place, place - distance)
                 floor = (self.threshold * self.multiplier.to(wide)).abs()

@@ -37,8 +37,12 @@ class Rope(Encoding):
             raise CableError(
                 f"encoding 'rope' turns pairs, so the head dimension must be even, got {geometry.head_dim}."
             )
-        if factor < 1:
+        if not (math.isfinite(base) and base > 1):
+            raise CableError(f"base must be above 1, got {base!r}.")
+        if not (math.isfinite(factor) and factor >= 1):
             raise CableError(f"factor must be at least 1, got {factor!r}.")
+        if scaling == "ntk" and geometry.head_dim < 4:
+            raise CableError(f"scaling 'ntk' wants a head dimension of at least 4, got {geometry.head_dim}.")
         if scaling == "none" and factor != 1:
             raise CableError(f"factor={factor!r} needs a scaling: {', '.join(SCALINGS[1:])}.")
         self.base, self.scaling, self.factor = base, scaling, factor

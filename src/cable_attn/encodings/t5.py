@@ -58,7 +58,8 @@ class T5(Encoding):
     def bias(self, x: Tensor, layout: Layout, memory: PotentialMemory | None = None) -> ToeplitzBias:
         distance = distances(layout)
         entry = self._clipped(distance) if self.clip is not None else self._bucket(distance)
-        return ToeplitzBias(self.table.T[:, entry], zero=0 if layout.causal else layout.key_length - 1)
+        table = self.table.to(x.device)  # one table may serve layers on several
+        return ToeplitzBias(table.T[:, entry], zero=0 if layout.causal else layout.key_length - 1)
 
     def _clipped(self, distance: Tensor) -> Tensor:
         lowest = 0 if self.geometry.causal else -self.clip  # type: ignore[operator]

@@ -239,6 +239,13 @@ def make_layout(
         # A static cache counts on in place. To read a text it pays to wait for the number: more backends serve it.
         seen = int(seen) if new > 1 and not _recording(seen.device) else seen.clone()
     keys = new if cache is None else cache.get_mask_sizes(new, 0)[0]
+    if document_ids is not None and document_ids.shape != (tokens.shape[0], keys):
+        raise CableError(
+            f"document_ids must be [{tokens.shape[0]}, {keys}], of what the cache holds and the new tokens, got "
+            f"{list(document_ids.shape)}."
+        )
+    if document_ids is None and attention_mask is None and position_ids is not None and new == keys > 1:
+        document_ids = _packed(position_ids.expand(tokens.shape[0], -1))
     layout = Layout(
         query_length=new,
         key_length=keys,
@@ -254,6 +261,14 @@ def make_layout(
     return layout
 
 
+def _packed(position_ids: Tensor) -> Tensor | None:
+    """The documents of a pack, if positions begin anew, as transformers tells them; a graph always looks for them."""
+    goes_on = position_ids[:, 1:] == position_ids[:, :-1] + 1
+    if not torch.compiler.is_compiling() and bool(goes_on.all()):
+        return None
+    return torch.nn.functional.pad((~goes_on).cumsum(-1), (1, 0))
+
+
 def _recording(device: torch.device) -> bool:
     """Whether this run is turned into a graph, which must hold for other numbers too."""
     return torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
@@ -263,6 +278,8 @@ def key_mask(attention_mask: Tensor | None, keys: int) -> Tensor | None:
     """The 2-D mask of transformers as bool [B, Tk], or nothing where it hides nothing."""
     if attention_mask is None:
         return None
+    if attention_mask.dim() != 2:
+        raise CableError(f"attention_mask must be [batch, tokens], got {list(attention_mask.shape)}.")
     mask = attention_mask.bool()
     if mask.shape[1] < keys:
         mask = torch.nn.functional.pad(mask, (0, keys - mask.shape[1]), value=False)

@@ -94,6 +94,13 @@ class EncodedConfig(PreTrainedConfig):
         if self.attention_prune is not None and not 0 < self.attention_prune < 1:
             raise CableError(f"attention_prune must lie between 0 and 1, got {self.attention_prune}.")
 
+    def wanted(self, attentions: bool | None, hidden_states: bool | None) -> tuple[bool, bool]:
+        """What a call asks for, or else the config."""
+        return (
+            bool(self.output_attentions if attentions is None else attentions),
+            bool(self.output_hidden_states if hidden_states is None else hidden_states),
+        )
+
     @property
     def key_heads(self) -> int:
         return self.num_key_value_heads or self.num_attention_heads
@@ -169,6 +176,7 @@ class SelfAttention(nn.Module):
         """What this layer asks of attention."""
         encoding = self.encoding if self.encoding is not None else shared_encoding
         assert encoding is not None
+        layout = layout.to(x.device)
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q, k, v = qkv.split([self.heads, self.key_heads, self.key_heads], dim=1)
         if self.norms is not None:
