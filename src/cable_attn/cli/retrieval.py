@@ -94,9 +94,10 @@ def evaluate(
     from cable_attn.retrieval import evaluation
     from cable_attn.retrieval.collection import find_collection
 
-    writable_folder(cache)
     if out is not None:
         writable_file(out)
+    if set(encoders) != {evaluation.BM25}:
+        writable_folder(cache)
     found = find_collection(collection, split)
     for note in found.notes:
         say(f"Note: {note}")
