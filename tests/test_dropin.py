@@ -100,6 +100,16 @@ def test_a_text_may_be_longer_than_any_table_of_positions(name):
         assert torch.allclose(model(text[:, :50]).logits, logits[:, :50], atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_attention_weights_can_be_looked_at(name):
+    model = make(name, "cable")
+    assert model(TEXT).attentions is None
+    weights = model(TEXT, output_attentions=True).attentions
+    assert len(weights) == 2 and all(torch.allclose(one.sum(-1), torch.ones(2, 4, 13), atol=1e-5) for one in weights)
+    assert not hasattr(remove_cable(model).base_model, "_cable_hooks")
+    assert len(model(TEXT).logits) == 2
+
+
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_window_does_not_move_the_places_of_tokens(padded):
     """FIRE divides by how far into the text a query stands, which a cache that forgets still knows."""

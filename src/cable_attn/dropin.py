@@ -185,12 +185,22 @@ def _install(model: PreTrainedModel) -> None:
         layer._cable_remembers = isinstance(encoding, PotentialEncoding)  # asked here: an adapter may wrap it later
         layer._cable_names = list(inspect.signature(type(layer).forward).parameters)[1:]
         layer._cable_hooks = [layer.register_forward_pre_hook(_prepare, with_kwargs=True)]
+    if config.model_type == "gpt2":
+        base: Any = model.base_model
+        base._cable_hooks = [base.register_forward_pre_hook(_ask_for_weights, with_kwargs=True)]
     if not said["keep_positions"]:
         for name, module in model.named_modules():
             owner, _, own = name.rpartition(".")
             if own == family.positions:
                 module._cable_hooks = _switch_off(module, model.get_submodule(owner))
     model.set_attn_implementation(NAME)
+
+
+def _ask_for_weights(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """GPT-2 does not tell its layers that attention weights are wanted."""
+    asked = kwargs.get("output_attentions")
+    wanted = module.config.output_attentions if asked is None else asked
+    return args, {**kwargs, WEIGHTS: True} if wanted else kwargs
 
 
 def _switch_off(positions: nn.Module, owner: nn.Module) -> list[Any]:
@@ -230,6 +240,7 @@ def _without_positions(module: nn.Module, args: Any, output: Any) -> Any:
     return torch.zeros_like(output)
 
 
+WEIGHTS = "cable_weights"
 CALL = "cable_call"
 """A layer's hook hands the layout and the bias on under this name, through what the layer gives to attention."""
 
@@ -284,7 +295,8 @@ def _attention(
         query, key, value, bias, layout, scale=kwargs.get("scaling"), dropout=kwargs.get("dropout") or 0.0
     )  # fmt: skip
     out = attend(call, module.config.cable["backend"])
-    weights = attention_weights(call, range(query.shape[2])) if kwargs.get("output_attentions") else None
+    wanted = kwargs.get("output_attentions") or kwargs.get(WEIGHTS)
+    weights = attention_weights(call, range(query.shape[2])) if wanted else None
     return out.transpose(1, 2).contiguous(), weights
 
 
