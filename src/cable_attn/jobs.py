@@ -8,7 +8,7 @@ import subprocess
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -64,10 +64,15 @@ def run_in_processes(
             gpus.put(gpu)
 
     before = signal.signal(signal.SIGTERM, stop)
+    pool = ThreadPoolExecutor(jobs)
     try:
-        with ThreadPoolExecutor(jobs) as pool:
-            list(pool.map(start, commands))
+        left = {pool.submit(start, name) for name in commands}
+        while left:  # again and again: a signal just before a wait without end would be heard after it
+            done, left = wait(left, timeout=0.2)
+            for future in done:
+                future.result()
     finally:
+        pool.shutdown(cancel_futures=True)
         signal.signal(signal.SIGTERM, before)
     if stopping:
         raise SystemExit(128 + stopping[0])
