@@ -241,6 +241,7 @@ def _without_positions(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 WEIGHTS = "cable_weights"
+"""What tells the attention of a GPT-2 that its weights are wanted."""
 CALL = "cable_call"
 """A layer's hook hands the layout and the bias on under this name, through what the layer gives to attention."""
 

@@ -7,17 +7,10 @@ is done, the model and its tokenizer, ready for ``from_pretrained``.
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 import os
 import shutil
-import signal
-import sys
 import tempfile
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset, SequentialSampler, Subset
-from transformers import IntervalStrategy, PreTrainedModel, TrainerCallback, TrainingArguments, set_seed
+from transformers import IntervalStrategy, PreTrainedModel, TrainingArguments, set_seed
 
 from cable_attn import adapting
 from cable_attn.data.shards import Request, Tokens, holds, prepare, read_manifest
@@ -40,20 +33,23 @@ from cable_attn.models import CableBertConfig, CableBertForMaskedLM, CableGPTCon
 from cable_attn.models.loading import checkpoint_folder, tokenizer_of
 from cable_attn.passkey import Mixed, Task
 from cable_attn.recipe import Recipe, load, to_toml
-from cable_attn.training import DecayingTrainer, Watcher, Watching, last_complete_checkpoint, leads, processes
+from cable_attn.training import (
+    DecayingTrainer,
+    Metrics,
+    Stopped,
+    Stopping,
+    Watcher,
+    Watching,
+    last_complete_checkpoint,
+    leads,
+    processes,
+    stop_when_asked,
+)
 
 FREE = ("train.workers", "train.report_to", "train.keep", "train.log_every", "train.eval_every", "train.save_every")
 """What a resumed run may change: nothing of it touches the losses."""
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "comet_ml", "clearml", "swanlab")
 """Those of transformers that are packages of the same name."""
-
-
-class Stopped(Exception):
-    """The run was asked to stop by a signal, and has saved."""
-
-    def __init__(self, message: str, number: int = signal.SIGTERM):
-        super().__init__(message)
-        self.exit_code = 128 + number
 
 
 @dataclass(frozen=True)
@@ -213,9 +209,9 @@ def run(recipe: Recipe, folder: Path, resume: bool = False, watch: Watcher | Non
     if recipe.train.compile == "layers" and torch.cuda.is_available():
         compile_layers(model)
     _same_data(folder / "environment.json", data.manifest, resume)
-    with _stop_when_asked() as asked:
-        stop = _Stop(asked)
-        callbacks = [stop, _Metrics(folder / "metrics.jsonl", recipe), Watching(watch)]
+    with stop_when_asked() as asked:
+        stop = Stopping(asked)
+        callbacks = [stop, Metrics(folder / "metrics.jsonl", recipe.train.tokens_per_update), Watching(watch)]
         trainer = _PretrainTrainer(
             model=model, args=arguments, train_dataset=data.train, eval_dataset=data.validation, callbacks=callbacks
         )
@@ -430,88 +426,6 @@ class _PretrainTrainer(DecayingTrainer):
                 f"the checkpoint of step {self.state.global_step} could not be written ({error}). What was saved "
                 f"before is untouched: {last_complete_checkpoint(self.checkpoints) or 'nothing yet'}."
             ) from error
-
-
-class _Stop(TrainerCallback):
-    """When asked: save and stop, all processes at the same step."""
-
-    def __init__(self, asked: list[int]):
-        self.asked, self.agreed = asked, False
-
-    def on_step_end(self, args, state, control, **kwargs):  # type: ignore[no-untyped-def]
-        self.agreed = bool(self.asked)
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            flag = torch.tensor(int(self.agreed), device=args.device)
-            dist.all_reduce(flag)
-            self.agreed = int(flag) > 0
-        if self.agreed:
-            control.should_save = control.should_training_stop = True
-
-
-class _Metrics(TrainerCallback):
-    """metrics.jsonl: a line for each log entry, none twice after a resumed run."""
-
-    def __init__(self, path: Path, recipe: Recipe):
-        self.path, self.recipe = path, recipe
-        self.last_time, self.last_step = time.monotonic(), 0
-
-    def on_train_begin(self, args, state, control, **kwargs):  # type: ignore[no-untyped-def]
-        self.last_time, self.last_step = time.monotonic(), state.global_step
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-        state.compute_steps(args, state.max_steps)  # a resumed state has those of the run before
-        if state.is_world_process_zero and self.path.exists():
-            kept = [line for line in read_metrics(self.path) if line["step"] <= state.global_step]
-            write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept))
-
-    def on_log(self, args, state, control, logs=None, **kwargs):  # type: ignore[no-untyped-def]
-        if not logs or not state.is_world_process_zero:
-            return
-        per_update = self.recipe.train.tokens_per_update
-        line = {"step": state.global_step, "tokens": state.global_step * per_update, **logs}
-        if "loss" in logs:  # since the last such line
-            now, done = time.monotonic(), (state.global_step - self.last_step) * per_update
-            line["tokens_per_second"] = round(done / max(now - self.last_time, 1e-9))
-            self.last_time, self.last_step = now, state.global_step
-        if "train_runtime" in logs and torch.cuda.is_available():
-            line["peak_memory_mib"] = round(torch.cuda.max_memory_allocated() / 2**20)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All whole lines: the last one may have been cut off."""
-    return [line for line in map(_parsed, path.read_text(encoding="utf-8").splitlines()) if line]
-
-
-def _parsed(line: str) -> dict[str, Any] | None:
-    try:
-        return dict(json.loads(line))
-    except ValueError:  # cut off in the middle
-        return None
-
-
-@contextmanager
-def _stop_when_asked() -> Iterator[list[int]]:
-    """The signals that came: SIGTERM, or a Ctrl-C, of which a second one stops at once."""
-    asked: list[int] = []
-
-    def note(number: int, frame: Any) -> None:
-        if number == signal.SIGINT and number in asked:
-            raise KeyboardInterrupt
-        if number == signal.SIGINT and leads():
-            print("\nStopping: this step ends and is saved. Ctrl-C once more stops at once.", file=sys.stderr)
-        asked.append(number)
-
-    if threading.current_thread() is not threading.main_thread():  # where signals do not come
-        yield asked
-        return
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _save_model(trainer: Any, tokenizer: Any, folder: Path) -> None:

@@ -32,7 +32,7 @@ from cable_attn.models.loading import load_model, tokenizer_of
 from cable_attn.recipe import Recipe
 from cable_attn.retrieval import cell as retrieval_cell
 from cable_attn.retrieval.cell import Retrieval
-from cable_attn.training import last_complete_checkpoint
+from cable_attn.training import Stopped, last_complete_checkpoint, read_metrics
 
 try:
     import fcntl
@@ -255,7 +255,7 @@ def run(
     for cell in chosen:
         try:
             run_cell(cell, out, watch)
-        except pretraining.Stopped:
+        except Stopped:
             raise
         except Exception as error:  # whatever it is, the other cells can still be done
             failed[cell.name] = f"{type(error).__name__}: {error}" if not isinstance(error, CableError) else str(error)
@@ -466,7 +466,7 @@ def _read_model(
 
 def training_record(folder: Path) -> dict[str, Any]:
     """The losses and the speed of the run."""
-    lines = pretraining.read_metrics(folder / "metrics.jsonl")
+    lines = read_metrics(folder / "metrics.jsonl")
     wanted = ("loss", "eval_loss", "peak_memory_mib", "tokens")
     last = {key: value for line in lines for key, value in line.items() if key in wanted}
     if seconds := [line["train_runtime"] for line in lines if "train_runtime" in line]:

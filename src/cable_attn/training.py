@@ -1,19 +1,27 @@
-"""What runs on Hugging Face's Trainer share: who writes, who watches, where a cut-off run goes on."""
+"""What runs on Hugging Face's Trainer share: who writes, who watches, what stops a run and where it goes on."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-from collections.abc import Callable
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import PrinterCallback, Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from cable_attn.files import write_atomically
 from cable_attn.models.layers import undecayed_by_encodings
 
 Watcher = Callable[[int, float | None], None]
@@ -69,3 +77,93 @@ class Watching(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):  # type: ignore[no-untyped-def]
         if logs and "loss" in logs:
             self.watch(state.global_step, float(logs["loss"]))
+
+
+class Stopped(Exception):
+    """The run was asked to stop by a signal, and has saved."""
+
+    def __init__(self, message: str, number: int = signal.SIGTERM):
+        super().__init__(message)
+        self.exit_code = 128 + number
+
+
+class Stopping(TrainerCallback):
+    """When asked: save and stop, all processes at the same step."""
+
+    def __init__(self, asked: list[int]):
+        self.asked, self.agreed = asked, False
+
+    def on_step_end(self, args, state, control, **kwargs):  # type: ignore[no-untyped-def]
+        self.agreed = bool(self.asked)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            flag = torch.tensor(int(self.agreed), device=args.device)
+            dist.all_reduce(flag)
+            self.agreed = int(flag) > 0
+        if self.agreed:
+            control.should_save = control.should_training_stop = True
+
+
+@contextmanager
+def stop_when_asked() -> Iterator[list[int]]:
+    """The signals that came: SIGTERM, or a Ctrl-C, of which a second one stops at once."""
+    asked: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        if number == signal.SIGINT and number in asked:
+            raise KeyboardInterrupt
+        if number == signal.SIGINT and leads():
+            print("\nStopping: this step ends and is saved. Ctrl-C once more stops at once.", file=sys.stderr)
+        asked.append(number)
+
+    if threading.current_thread() is not threading.main_thread():  # where signals do not come
+        yield asked
+        return
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Metrics(TrainerCallback):
+    """metrics.jsonl: a line for each log entry, none twice after a resumed run."""
+
+    def __init__(self, path: Path, tokens_per_update: int):
+        self.path, self.tokens_per_update = path, tokens_per_update
+        self.last_time, self.last_step = time.monotonic(), 0
+
+    def on_train_begin(self, args, state, control, **kwargs):  # type: ignore[no-untyped-def]
+        self.last_time, self.last_step = time.monotonic(), state.global_step
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        state.compute_steps(args, state.max_steps)  # a resumed state has those of the run before
+        if state.is_world_process_zero and self.path.exists():
+            kept = [line for line in read_metrics(self.path) if line["step"] <= state.global_step]
+            write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def on_log(self, args, state, control, logs=None, **kwargs):  # type: ignore[no-untyped-def]
+        if not logs or not state.is_world_process_zero:
+            return
+        per_update = self.tokens_per_update
+        line = {"step": state.global_step, "tokens": state.global_step * per_update, **logs}
+        if "loss" in logs:  # since the last such line
+            now, done = time.monotonic(), (state.global_step - self.last_step) * per_update
+            line["tokens_per_second"] = round(done / max(now - self.last_time, 1e-9))
+            self.last_time, self.last_step = now, state.global_step
+        if "train_runtime" in logs and torch.cuda.is_available():
+            line["peak_memory_mib"] = round(torch.cuda.max_memory_allocated() / 2**20)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All whole lines: the last one may have been cut off."""
+    return [line for line in map(_parsed, path.read_text(encoding="utf-8").splitlines()) if line]
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    try:
+        return dict(json.loads(line))
+    except ValueError:  # cut off in the middle
+        return None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cable_attn.attention import decoding, fused, materialised, reference, sdpa
-from cable_attn.attention.call import Call, check, require_four
+from cable_attn.attention.call import Call, check, require_four_dimensions
 from cable_attn.bias import Bias, Index
 from cable_attn.errors import CableError, require_known
 from cable_attn.layout import Layout
@@ -49,7 +49,7 @@ def attention(
 
     A query that may see nothing gives zeros.
     """
-    require_four(q, k, v)
+    require_four_dimensions(q, k, v)
     if query_start is None:
         query_start = k.shape[2] - q.shape[2]
     layout = Layout(q.shape[2], k.shape[2], query_start, q.device, causal, window, key_mask, document_ids)

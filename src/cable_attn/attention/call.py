@@ -54,7 +54,7 @@ class Call:
         return i, torch.arange(keys, device=self.q.device)
 
 
-def require_four(q: Tensor, k: Tensor, v: Tensor) -> None:
+def require_four_dimensions(q: Tensor, k: Tensor, v: Tensor) -> None:
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise CableError(f"q, k, v must be [batch, heads, tokens, dim], got {_shapes(q=q, k=k, v=v)}.")
 
@@ -62,7 +62,7 @@ def require_four(q: Tensor, k: Tensor, v: Tensor) -> None:
 def check(call: Call) -> None:
     """Raise a :class:`CableError` for tensors that do not fit together."""
     q, k, v, layout = call.q, call.k, call.v, call.layout
-    require_four(q, k, v)
+    require_four_dimensions(q, k, v)
     if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3] or q.shape[-1] != k.shape[-1]:
         raise CableError(f"q, k and v do not fit together: {_shapes(q=q, k=k, v=v)}.")
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():

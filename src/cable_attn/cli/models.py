@@ -30,9 +30,8 @@ def train(
     After a crash or a stop:   the same command with --resume
     ```
     """
-    from cable_attn import pretraining
     from cable_attn import recipe as recipes
-    from cable_attn.training import leads
+    from cable_attn.training import Stopped, leads
 
     if show or not recipe:
         console.print("\n".join(recipes.builtin()), highlight=False)
@@ -49,7 +48,7 @@ def train(
         return
     try:
         _train(chosen, folder, resume)
-    except pretraining.Stopped as stopped:
+    except Stopped as stopped:
         say(f"{stopped} Go on with: cable train … --resume")
         raise typer.Exit(stopped.exit_code) from None
     if leads():
@@ -122,9 +121,9 @@ def convert(
     ```
     """
     from cable_attn import conversion
-    from cable_attn.pretraining import Stopped
     from cable_attn.recipe import ModelPart
     from cable_attn.tables import LengthTable
+    from cable_attn.training import Stopped
 
     model = ModelPart(encoding=encoding, checkpoint=source, keep_positions=keep_positions, weights=weights)
     chosen = conversion.plan(model, tokens, length, overrides or [])

@@ -305,7 +305,7 @@ def _plan_table(study: Any) -> Table:
 
 def _run_here(study: Any, folder: Path, only: list[str]) -> dict[str, str]:
     from cable_attn import study as studies
-    from cable_attn.pretraining import Stopped
+    from cable_attn.training import Stopped
 
     with working() as progress:
         bars = {

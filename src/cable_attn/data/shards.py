@@ -27,6 +27,7 @@ from cable_attn.files import read_json, writable_folder, write_atomically, write
 
 MANIFEST = "manifest.json"
 STATE = "source.sha256"
+"""What local files were like when their tokens were made."""
 SHARD_TOKENS = 100_000_000
 BATCH = 256
 """Documents tokenized at a time; the tokenizers use all cores for a batch."""

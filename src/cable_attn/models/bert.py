@@ -95,7 +95,7 @@ class CableBertModel(CableBertPreTrainedModel):
         """attention_mask: [B, T], 0 for padding. document_ids: [B, T], which document of a pack a token is in."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
-        output_attentions, output_hidden_states = self.config.wanted(output_attentions, output_hidden_states)
+        output_attentions, output_hidden_states = self.config.wanted_outputs(output_attentions, output_hidden_states)
         x = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         if token_type_ids is None:
             token_type_ids = torch.zeros(x.shape[:2], dtype=torch.long, device=x.device)

@@ -122,7 +122,7 @@ class CableGPTModel(CableGPTPreTrainedModel):
         attention, potential and positions stay inside it."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
-        output_attentions, output_hidden_states = self.config.wanted(output_attentions, output_hidden_states)
+        output_attentions, output_hidden_states = self.config.wanted_outputs(output_attentions, output_hidden_states)
         x = self.wte(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training  # in training nothing would ever read it

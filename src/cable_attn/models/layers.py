@@ -94,7 +94,7 @@ class EncodedConfig(PreTrainedConfig):
         if self.attention_prune is not None and not 0 < self.attention_prune < 1:
             raise CableError(f"attention_prune must lie between 0 and 1, got {self.attention_prune}.")
 
-    def wanted(self, attentions: bool | None, hidden_states: bool | None) -> tuple[bool, bool]:
+    def wanted_outputs(self, attentions: bool | None, hidden_states: bool | None) -> tuple[bool, bool]:
         """What a call asks for, or else the config."""
         return (
             bool(self.output_attentions if attentions is None else attentions),

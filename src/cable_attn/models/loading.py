@@ -19,6 +19,7 @@ from transformers import (
 from cable_attn.errors import CableError, reason
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+"""By one of these files a tokenizer is known to be there."""
 
 
 def checkpoint_folder(name: str) -> Path:
