@@ -38,10 +38,16 @@ prefill)
   prefill rope rope@cudnn runs/medium --prune 1e-4 --text data/held-out.npy --jobs 4
   prefill rope runs/medium --prune 1e-4 --text data/held-out.npy --lengths 16384,65536,131072 --piece 8192 --jobs 3 ;;
 encodings)  # the second four write out their biases while they read a prompt, which takes long
-  decode rope cable alibi cable-nw k-cable nope learnable sinusoidal kerple-log t5 fox --jobs 6
-  decode rope fire cope dapev2-cable dapev2-kerple --lengths 1024,4096,16384 --jobs 5 ;;
-batch)  # one by one: each takes most of the memory
-  decode rope cable alibi nope rope@sdpa --batch 16 --lengths 1024,4096,16384,65536 ;;
+  fused="rope cable alibi cable-nw k-cable nope learnable sinusoidal kerple-log t5 fox"
+  written="fire cope dapev2-cable dapev2-kerple"
+  decode $fused --jobs 6
+  decode rope $written --lengths 1024,4096,16384 --jobs 5
+  prefill rope@cudnn $fused --jobs 6
+  prefill rope@cudnn $written --lengths 1024,4096,16384 --jobs 5 ;;
+batch)  # the longest one by one: each takes most of the memory
+  names="rope cable alibi cable-nw k-cable nope learnable sinusoidal kerple-log t5 fox rope@sdpa"
+  decode $names --batch 16 --lengths 1024,4096,16384 --jobs 4
+  decode $names --batch 16 --lengths 65536 ;;
 attention)
   cable bench attention --results "$OUT/attention.jsonl" ;;
 training)

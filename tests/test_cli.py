@@ -13,6 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -339,6 +340,28 @@ def test_what_reads_all_of_a_static_cache_gets_one_for_each_length():
 
     assert generation.shares("rope@sdpa", [9, 70], 2) == [[9], [70]]
     assert generation.shares("rope", [9, 70], 2) == generation.shares("rope@sdpa", [9, 70], 0) == [[9, 70]]
+
+
+def test_a_measured_model_makes_room_for_the_next(monkeypatch):
+    from cable_attn.bench import generation
+
+    made, alive = [], []
+
+    def build():
+        alive.append(sum(one() is not None for one in made))
+        model = CableGPTForCausalLM(small_gpt("cable"))
+        made.append(weakref.ref(model))
+        return model
+
+    rows = list(generation.run({"first": build, "second": build}, [9], batch=1, steps=2, compile=False))
+    assert alive == [0, 0] and not any("error" in row for row in rows)
+
+    def fail(self, ids, steps):
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(generation.Decoder, "measure", fail)
+    rows = list(generation.run({"third": build, "fourth": build}, [9], batch=1, steps=2, compile=False))
+    assert alive == [0] * 4 and all("error" in row for row in rows)
 
 
 def test_a_model_that_fails_in_a_benchmark_does_not_stop_the_others(checkpoint, tmp_path, monkeypatch):

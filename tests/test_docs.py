@@ -105,6 +105,11 @@ def test_the_generation_tables_and_figure_are_made_from_rows(tmp_path):
     text = page.read_text()
     assert "| cable, pruned | 1 | 5 (1.25), 0.5 GiB | 5 (1.25), 0.5 GiB |" in text
     assert "| nope | 1 | 4 (0.50) | – |" in text and "| rope | 1 | 8 (1.00) | – |" in text
+    with (results / "decode.jsonl").open("a") as file:  # at the same commit the other length, without RoPE beside it
+        row = {"model": "nope", "batch": 1, "length": 65536, "tokens_per_second": 3.0, "ms": 300.0}
+        file.write(json.dumps(row | {"commit": "later", "begun": 3}) + "\n")
+    assert CliRunner().invoke(app, report).exit_code == 0
+    assert "| nope | 1 | 4 (0.50) | 3 | later |" in page.read_text()
 
 
 def test_the_reproduction_page_lists_every_study_with_its_cost():

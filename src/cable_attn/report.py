@@ -110,7 +110,7 @@ def training_figure(rows: list[dict[str, Any]], stem: Path) -> list[Path]:
 
 def generation_figure(decode: list[dict[str, Any]], prefill: list[dict[str, Any]], stem: Path) -> list[Path]:
     """One text at a time: milliseconds a token and seconds to the first one against the length, as PNG, SVG and PDF."""
-    figure, panels = pyplot().subplots(1, 2, figsize=(9.6, 4), layout="constrained")
+    figure, panels = pyplot().subplots(1, 2, figsize=(9.6, 5.2), layout="constrained")
     decode, prefill = (
         [row for row in rows if row.get("precision") != "fp32" and not row.get("piece")] for rows in (decode, prefill)
     )
@@ -118,17 +118,15 @@ def generation_figure(decode: list[dict[str, Any]], prefill: list[dict[str, Any]
     names = list(dict.fromkeys(row["model"] for row in [*decode, *prefill]))
     for axes, (rows, key, label) in zip(panels, kinds):
         for n, name in enumerate(names):
-            own = [row for row in rows if row["model"] == name and row["batch"] == 1]
-            own = [row for row in own if row.get("begun") == own[-1].get("begun")]  # the last run's
-            own.sort(key=lambda row: row["length"])
-            axes.plot([row["length"] for row in own], [row[key] for row in own], label=name, linewidth=1.5, **_style(n))
+            own = {row["length"]: row[key] for row in rows if row["model"] == name and row["batch"] == 1}  # the last
+            axes.plot(sorted(own), [own[length] for length in sorted(own)], label=name, linewidth=1.5, **_style(n))
         axes.set_xscale("log", base=2)
         _log_scale(axes)
         axes.set_xlabel("tokens of the prompt")
         axes.set_ylabel(label)
         axes.grid(axis="y", color="0.92")
         axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(*panels[0].get_legend_handles_labels(), frameon=False, loc="outside right upper")
+    figure.legend(*panels[0].get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=5)
     return save(figure, stem)
 
 

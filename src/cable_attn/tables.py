@@ -47,7 +47,7 @@ class LengthTable:
     def is_best(self, name: str, length: int) -> bool:
         means = [statistics.fmean(row[length]) for row in self.values.values() if row.get(length)]
         finite = [mean for mean in means if math.isfinite(mean)]
-        if not finite or not self.values[name].get(length):
+        if not finite or len(self.values) < 2 or not self.values[name].get(length):
             return False
         best = min(finite) if self.lower_is_better else max(finite)
         return statistics.fmean(self.values[name][length]) == best
@@ -67,7 +67,8 @@ class LengthTable:
     @property
     def caption(self) -> str:
         better = "Lower" if self.lower_is_better else "Higher"
-        told = f"Trained on {self.trained_at} tokens. {better} is better; the best of each length in bold."
+        told = f"Trained on {self.trained_at} tokens. {better} is better"
+        told += "; the best of each length in bold." if len(self.values) > 1 else "."
         seeds = {len(found) for row in self.values.values() for found in row.values()}
         if max(seeds, default=1) > 1:
             told += " Mean ± deviation over seeds."

@@ -8,6 +8,7 @@ without a cache.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -291,9 +292,16 @@ def run(
             raise
         except Exception as error:  # one that has no memory left does not stop the others
             yield about | {"error": reason(error)}
-        decoder = None
-        del model
-        torch.compiler.reset()
+        decoder = model = None
+        _forget_compiled()
+
+
+def _forget_compiled() -> None:
+    """A compiled step and its decoder hold each other; with them goes a cache that may fill the GPU."""
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 TURN = "CABLE_TURN"

@@ -36,14 +36,20 @@ def latest_by_size(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def latest_by_model(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of the last run that measured each model, and those of RoPE in the same runs."""
+    """Of each model and length those of the last run, at the model's last commit; and RoPE's of the same runs."""
     rows = [named(row) for row in rows if "error" not in row]
-    last = {(row["model"], row["batch"]): _run(row) for row in rows}
-    compared = {run for (model, _), run in last.items() if not _is_rope(model)}
+    commits = {(row["model"], row["batch"]): row.get("commit") for row in rows}
+    last = {
+        (row["model"], row["batch"], row["length"]): _run(row)
+        for row in rows
+        if row.get("commit") == commits[row["model"], row["batch"]]
+    }
+    shown = set(last.values())
     return fastest(
         row
         for row in rows
-        if _run(row) == last[row["model"], row["batch"]] or (_is_rope(row["model"]) and _run(row) in compared)
+        if _run(row) == last.get((row["model"], row["batch"], row["length"]))
+        or (_is_rope(row["model"]) and _run(row) in shown)
     )
 
 
@@ -182,10 +188,13 @@ def _by_length(rows: list[dict[str, Any]], key: str, shape: str, faster: Callabl
         told += f" ({min(ropes):.2f})" if ropes else ""
         return told + (f", {row['peak_mib'] / 1024:.1f} GiB" if row.get("peak_mib") else "")
 
-    for own, model in dict.fromkeys((_run(row), row["model"]) for row in rows):
-        found = {row["length"]: row for row in rows if (_run(row), row["model"]) == (own, model)}
+    def line(row: dict[str, Any]) -> tuple[Any, ...]:
+        return row.get("commit"), row["model"], row["batch"]
+
+    for own in dict.fromkeys(map(line, rows)):
+        found = {row["length"]: row for row in rows if line(row) == own}
         cells = [cell(found.get(length)) for length in lengths]
-        lines.append(f"| {model} | {own[2]} | " + " | ".join(cells) + f" | {(own[0] or '–')[:7]} |")
+        lines.append(f"| {own[1]} | {own[2]} | " + " | ".join(cells) + f" | {(own[0] or '–')[:7]} |")
     return "\n".join(lines)
 
 
