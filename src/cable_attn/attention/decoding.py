@@ -29,7 +29,9 @@ ROWS = 32
 KEY_BLOCK = 64
 MOST_SPLITS = 128
 PROGRAMS = 4
-"""How many for each processor of the GPU."""
+"""How many run at once on each processor of the GPU, by the registers that they need."""
+WAVE_COST = 0.05
+"""Of the time that they all take, for each time that the GPU is filled with them."""
 WIDTH = 32
 """How many blocks are judged at once."""
 SHORT = 2
@@ -117,7 +119,7 @@ def _decode(
     key_heads, keys = k.shape[1], k.shape[2]
     group = heads // key_heads
     seen = keys if start is not None else place + queries
-    splits = _splits(batch * key_heads, seen, q.device)
+    splits = _splits(batch * key_heads, math.ceil(seen / KEY_BLOCK), q.device)
     one = group * queries == 1
     rows = 1 if one else padded(group * queries)
     wide: dict[str, Any] = {"device": q.device, "dtype": torch.float32}
@@ -239,10 +241,19 @@ def _stages(row: int, potential: bool) -> int:
     return 1 if potential else min(2, 1 + PREFETCHED // (2 * KEY_BLOCK * row))
 
 
-def _splits(programs: int, keys: int, device: torch.device) -> int:
-    """Enough to keep the whole GPU reading, and no more than there are blocks of keys."""
-    wanted = math.ceil(PROGRAMS * _processors(device) / programs)
-    return max(1, min(wanted, math.ceil(keys / KEY_BLOCK), MOST_SPLITS))
+@cache
+def _splits(programs: int, blocks: int, device: torch.device) -> int:
+    """How many programs share the blocks of keys of one head, so that the whole GPU reads to the end.
+
+    So many fit at once; one more than that, and it runs on when all others have ended.
+    """
+    at_once = PROGRAMS * _processors(device)
+
+    def cost(splits: int) -> float:
+        waves = math.ceil(programs * splits / at_once)
+        return waves / splits * (1 + WAVE_COST * waves)
+
+    return min(range(1, max(1, min(blocks, MOST_SPLITS)) + 1), key=cost)
 
 
 @cache
