@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cable_attn import CableError, PotentialBias, attention
-from cable_attn.attention import call, explain, make_call, sdpa
+from cable_attn.attention import call, explain, sdpa
 from cable_attn.bias import ToeplitzBias
 from cable_attn.layout import Layout
 
@@ -230,9 +230,8 @@ def test_mix_is_only_in_the_reference_and_explained():
     q, k, v = make_inputs(1, 1, 1, 4, 4, dim=8)
     with pytest.raises(CableError, match=r"sdpa: .*\(mix\)"):
         attention(q, k, v, mix=lambda s, b, q, seen: s, backend="sdpa")
-    layout = Layout(4, 4, 0, q.device)
-    assert explain(make_call(q, k, v, None, layout)).startswith("sdpa serves")
-    told = explain(make_call(q, k, v, None, layout, mix=lambda s, b, q, seen: s))
+    assert explain(q, k, v).startswith("sdpa serves")
+    told = explain(q, k, v, mix=lambda s, b, q, seen: s)
     assert told.startswith("reference serves") and "Not sdpa" in told and "Not triton" in told
 
 

@@ -138,6 +138,44 @@ def test_eval(run, in_process):
     assert re.search(r"64\s*│\s*\d+\.\d\d", out)
 
 
+def test_eval_stores_all_that_it_measured(run, in_process, tmp_path):
+    checkpoint, out = str(run / "cable-0"), tmp_path / "results.json"
+    measured = ["--stride", "8", "--by-place", "--same-tokens", "--passkey", "1", "--form", "needle"]
+    code, told, err = in_process(
+        "eval", checkpoint, "--lengths", "32,256", "--tokens", "1024", *measured, "--out", str(out)
+    )
+    assert code == 0, err
+    result = json.loads(out.read_text())
+    assert [row["length"] for row in result["perplexity"]] == [32, 256]
+    assert len({row["tokens"] for row in result["perplexity"]}) == 1  # on the same tokens
+    assert {"stride": 8, "form": "needle", "lengths": [32, 256]}.items() <= result["settings"].items()
+    assert {row["length"] for row in result["passkey"] if "error" not in row} == {256}
+    assert "place" in told and (tmp_path / "results.png").stat().st_size > 1000
+    code, told, err = in_process(
+        "eval", checkpoint, "--lengths", "16", "--tokens", "64", "--passkey", "1", "--out", str(out)
+    )
+    assert code == 0, err  # texts that are too short for a passkey have no figure
+    assert all("error" in row for row in json.loads(out.read_text())["passkey"]) and "Figure" not in told
+
+
+def test_a_bad_tiles_file_is_told_when_tiles_are_needed(tmp_path):
+    environment = {**os.environ, "CABLE_TILES": str(tmp_path / "absent.json"), "TRITON_INTERPRET": "0"}
+    told = "from cable_attn.attention.tiles import tiles_for; import torch; tiles_for(64, torch.bfloat16, 0, (9, 0))"
+    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, env=environment)
+    assert "is not a tiles file of cable bench tiles" in done.stderr
+    (tmp_path / "absent.json").write_text(
+        json.dumps(
+            [
+                {"dim": 64, "dtype": "bfloat16", "kernel": 0}
+                | dict.fromkeys(("forward_tile", "keys_tile", "queries_tile"), [16, 16, 4, 1, False])
+            ]
+        )
+    )
+    told = "from cable_attn.attention.tiles import tiles_for; import torch; print(tiles_for(64, torch.bfloat16, 0, (9, 0))[0])"
+    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, env=environment)
+    assert "queries=16, keys=16, warps=4, stages=1" in done.stdout
+
+
 def test_encodings_lists_all(in_process):
     code, out, _ = in_process("encodings")
     assert code == 0

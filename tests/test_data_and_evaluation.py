@@ -46,7 +46,7 @@ def test_the_tokenizer_is_lossless_and_deterministic():
     assert tokenizer.decode(tokenizer.encode(documents[0].text)) == documents[0].text
     again = train_bpe(documents, 300)
     assert again.get_vocab() == tokenizer.get_vocab()
-    with pytest.raises(CableError, match="at least 257 entries, got vocab_size=100"):
+    with pytest.raises(CableError, match="at least 258 entries, got vocab_size=100"):
         train_bpe(documents, 100)
 
 
@@ -55,6 +55,8 @@ def test_documents_are_separated():
     tokenizer = train_bpe(documents, 260)
     ids = encode(documents, tokenizer)
     assert tokenizer.decode(ids) == "<|endoftext|>one one<|endoftext|>two"
+    tokenizer.bos_token = None  # as many are: what ends a text stands before one as well
+    assert tokenizer.decode(encode(documents, tokenizer)) == "<|endoftext|>one one<|endoftext|>two"
 
 
 def test_reading_texts(tmp_path):

@@ -12,10 +12,13 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, Trainer
@@ -56,6 +59,18 @@ def metrics(folder: Path, key: str = "loss") -> dict[int, float]:
 def command(shards: Path, folder: Path, *extra: str) -> list[str]:
     settings = [*TINY, f"path={shards}", "save_every=2", "eval_every=1000", "steps=24"]
     return [sys.executable, "-m", "cable_attn", "train", "gpt-embedded", *settings, "--out", str(folder), *extra]
+
+
+@given(st.text(), st.dictionaries(st.text(min_size=1), st.text() | st.booleans() | st.integers(-9, 9), max_size=3))
+@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_recipe_is_read_as_it_was_written(tmp_path, path, overrides):
+    """Whatever stands in a path or in a field of a config: otherwise a run could not go on."""
+    found = recipe.load("gpt-embedded")
+    found = replace(
+        found, data=replace(found.data, path=path or "."), model=replace(found.model, overrides={"a table": overrides})
+    )
+    (tmp_path / "again.toml").write_text(recipe.to_toml(found), encoding="utf-8", newline="")
+    assert recipe.load(str(tmp_path / "again.toml")) == found
 
 
 @pytest.mark.parametrize("name", recipe.builtin())

@@ -209,7 +209,7 @@ def test_separate_documents_never_predict_the_next(tmp_path, texts):
 def test_masks_depend_on_the_place_alone():
     from cable_attn.data import embedded_corpus
 
-    tokenizer = train_bpe(embedded_corpus("test"), 400, mask=True)
+    tokenizer = train_bpe(embedded_corpus("test"), 400)
     rows = [{"input_ids": torch.randint(5, 400, (2000,))} for _ in range(3)]
     masked = Masked(rows, tokenizer, 0.15, seed=1)
     first, other = masked[1], masked[2]

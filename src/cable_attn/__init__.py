@@ -4,8 +4,8 @@ Position encodings that keep working past the training length, the attention tha
 that carry them. Importing this registers the models with transformers' Auto classes.
 """
 
-from cable_attn.attention import attention
-from cable_attn.bias import PotentialBias, prefix_sum
+from cable_attn.attention import attention, explain
+from cable_attn.bias import Bias, FunctionBias, PotentialBias, ToeplitzBias, prefix_sum
 from cable_attn.blocks import CableBias, score_mod
 from cable_attn.dropin import add_cable, remove_cable
 from cable_attn.encodings import ENCODINGS, Encoding
@@ -26,6 +26,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ENCODINGS",
+    "Bias",
     "CableBertConfig",
     "CableBertForMaskedLM",
     "CableBertModel",
@@ -36,10 +37,13 @@ __all__ = [
     "CableGPTModel",
     "Encoding",
     "ForgettingCache",
+    "FunctionBias",
     "PotentialBias",
+    "ToeplitzBias",
     "__version__",
     "add_cable",
     "attention",
+    "explain",
     "from_bert",
     "from_gpt2",
     "prefix_sum",

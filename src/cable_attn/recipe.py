@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import json
+import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -215,8 +217,6 @@ def _set(parts: Parts, part: str, key: str, value: Any) -> None:
 
 
 def _typed(cls: type, part: str, key: str, value: Any) -> Any:
-    if (part, key) == ("train", "compile") and isinstance(value, bool):
-        return "model" if value else "no"  # what older recipes say
     wanted = get_type_hints(cls)[key]
     kind = getattr(wanted, "__origin__", wanted)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
@@ -246,9 +246,13 @@ def _as_toml(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML's escapes are JSON's
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(_as_toml, value)) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_as_toml(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{_key(key)} = {_as_toml(item)}" for key, item in value.items()) + "}"
     return repr(value)
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _as_toml(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,11 +50,44 @@ def attention(
 
     A query that may see nothing gives zeros.
     """
+    layout = _layout(q, k, v, causal, window, key_mask, document_ids, query_start)
+    return attend(make_call(q, k, v, bias, layout, scale, dropout, softcap, mix, prune), backend)
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Bias | None = None,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    key_mask: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    query_start: Index | None = None,
+    backend: str = "auto",
+    **options: Any,
+) -> str:
+    """Which backend serves :func:`attention` with the same arguments, and why not another."""
+    layout = _layout(q, k, v, causal, window, key_mask, document_ids, query_start)
+    chosen, passed = choose(make_call(q, k, v, bias, layout, **options), backend)
+    return "\n".join([f"{chosen.NAME} serves this call.", *(f"Not {reason}." for reason in passed)])
+
+
+def _layout(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    window: int | None,
+    key_mask: Tensor | None,
+    document_ids: Tensor | None,
+    query_start: Index | None,
+) -> Layout:
     require_four_dimensions(q, k, v)
     if query_start is None:
         query_start = k.shape[2] - q.shape[2]
-    layout = Layout(q.shape[2], k.shape[2], query_start, q.device, causal, window, key_mask, document_ids)
-    return attend(make_call(q, k, v, bias, layout, scale, dropout, softcap, mix, prune), backend)
+    return Layout(q.shape[2], k.shape[2], query_start, q.device, causal, window, key_mask, document_ids)
 
 
 def make_call(
@@ -98,12 +132,6 @@ def choose(call: Call, backend: str = "auto") -> tuple[ModuleType, list[str]]:
         passed.append(f"{name}: {reason}")
     serving = [name for name, candidate in BACKENDS.items() if candidate.refuses(call) is None]
     raise CableError(f"attention backend {passed[0]}. These can serve the call: {', '.join(serving)}.")
-
-
-def explain(call: Call, backend: str = "auto") -> str:
-    """Which backend would serve the call, and why not another."""
-    chosen, passed = choose(call, backend)
-    return "\n".join([f"{chosen.NAME} serves this call.", *(f"Not {reason}." for reason in passed)])
 
 
 def attention_weights(call: Call, rows: range) -> Tensor:

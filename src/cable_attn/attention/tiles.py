@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,22 +76,20 @@ SINGLE[256] = Tiles(Tile(16, 32, 4, 1, False), Tile(16, 32, 4, 1, False), Tile(1
 INTERPRETED = Tiles(Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1, False))
 """Small and uneven, so that the interpreter walks every path of the kernels on short texts."""
 
-OVERRIDES: dict[tuple[int, torch.dtype, int], Tiles] = {}
-"""Tiles by (padded head dimension, dtype, kernel) that win over the tables: those of the file CABLE_TILES names."""
 
-
-def load(path: Path) -> None:
-    """Read a file of ``cable bench tiles``."""
+@cache
+def overrides() -> dict[tuple[int, torch.dtype, int], Tiles]:
+    """Tiles by (padded head dimension, dtype, kernel) that win over the tables: those of ``cable bench tiles``, in the
+    file that CABLE_TILES names."""
+    path = os.environ.get("CABLE_TILES")
+    found: dict[tuple[int, torch.dtype, int], Tiles] = {}
     try:
-        for entry in json.loads(path.read_text(encoding="utf-8")):
+        for entry in json.loads(Path(path).read_text(encoding="utf-8")) if path else []:
             parts = (Tile(*entry[name]) for name in ("forward_tile", "keys_tile", "queries_tile"))
-            OVERRIDES[entry["dim"], getattr(torch, entry["dtype"]), entry["kernel"]] = Tiles(*parts)
+            found[entry["dim"], getattr(torch, entry["dtype"]), entry["kernel"]] = Tiles(*parts)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CableError(f"CABLE_TILES={str(path)!r} is not a tiles file of cable bench tiles: {error}") from error
-
-
-if os.environ.get("CABLE_TILES"):
-    load(Path(os.environ["CABLE_TILES"]))
+        raise CableError(f"CABLE_TILES={path!r} is not a tiles file of cable bench tiles: {error}") from error
+    return found
 
 
 def generation(capability: tuple[int, int]) -> str:
@@ -102,8 +101,8 @@ def generation(capability: tuple[int, int]) -> str:
 
 def tiles_for(dim: int, dtype: torch.dtype, kernel: int, capability: tuple[int, int]) -> Tiles:
     """dim: the head dimension, rounded up to a power of two; kernel: that of the bias, 0 for none."""
-    if (dim, dtype, kernel) in OVERRIDES:
-        return OVERRIDES[dim, dtype, kernel]
+    if (dim, dtype, kernel) in overrides():
+        return overrides()[dim, dtype, kernel]
     if dtype == torch.float32:
         return SINGLE[dim]
     name = generation(capability)

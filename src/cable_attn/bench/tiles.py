@@ -51,14 +51,15 @@ class Problem:
         self.backward: Any = partial(fused._backward, torch.randn_like(q), q, k, v, g, None, None, *rest)
 
     def call(self, kernel: str, tile: Tile) -> None:
-        before = tiles.OVERRIDES.get(self.key)
-        tiles.OVERRIDES[self.key] = self.tiles._replace(**{kernel: tile})
+        chosen = tiles.overrides()
+        before = chosen.get(self.key)
+        chosen[self.key] = self.tiles._replace(**{kernel: tile})
         try:
             self.forward() if kernel == "forward" else self.backward()
         finally:
-            del tiles.OVERRIDES[self.key]
+            del chosen[self.key]
             if before is not None:
-                tiles.OVERRIDES[self.key] = before
+                chosen[self.key] = before
 
     def milliseconds(self, kernel: str, tile: Tile) -> float:
         from triton.testing import do_bench_cudagraph

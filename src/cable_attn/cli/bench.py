@@ -10,9 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
-from cable_attn.cli.common import console, numbers
+from cable_attn.cli.common import console, names, numbers
 from cable_attn.errors import CableError, require_known
 
+SIZES = ("tiny", "small", "medium")
 bench_app = typer.Typer(
     help="Measure speed and memory beside the peers, behind a correctness gate.", rich_markup_mode="markdown"
 )
@@ -59,7 +60,7 @@ def bench_attention(
     from cable_attn.bench import attention as bench
     from cable_attn.environment import environment
 
-    wanted = _shapes(shapes) if shapes else bench.SHAPES
+    wanted = tuple(_shape(part, "--shapes") for part in shapes.split(";")) if shapes else bench.SHAPES
     _keep(bench.run(wanted, console.print), results, environment(), _bench_line)
     console.print("cable bench report makes the table and the figure of them.")
 
@@ -81,7 +82,7 @@ def bench_tiles(
 
     require_known("bias", bias, list(bench.BIASES))
     rows = []
-    for row in bench.run(_shapes(shape)[0], bias, console.print):
+    for row in bench.run(_shape(shape, "--shape"), bias, console.print):
         rows.append(row)
         console.print(f"{row['kernel']:>8} {tuple(row['tile'])} {row['ms']:.3f} ms", highlight=False)
     entry = bench.best(rows)
@@ -109,16 +110,16 @@ def bench_train(
     from cable_attn.bench import training as bench
     from cable_attn.environment import environment
 
-    wanted = [size.strip() for size in sizes.split(",")]
+    wanted = names(sizes, "--sizes")
     for size in wanted:
-        require_known("size", size, ["tiny", "small", "medium"])
-    names = [name.strip() for name in encodings.split(",")] if encodings else [*bench.ENCODINGS, bench.MATERIALISED]
+        require_known("size", size, SIZES)
+    chosen = names(encodings, "--encodings") if encodings else [*bench.ENCODINGS, bench.MATERIALISED]
 
     def told(row: dict[str, Any]) -> str:
         speed = row.get("error") or f"{row['tokens_per_second']:>12,.0f} tokens/s{_peak(row)}"
         return f"{row['size']:>7} {row['encoding']:>20} {speed}"
 
-    _keep(bench.run(wanted, names, steps, overrides or [], jobs), results, environment(), told)
+    _keep(bench.run(wanted, chosen, steps, overrides or [], jobs), results, environment(), told)
 
 
 def _peak(row: dict[str, Any]) -> str:
@@ -197,11 +198,10 @@ def _bench_generation(
     from cable_attn.bench import generation as bench
     from cable_attn.environment import environment
 
-    require_known("size", size, ["tiny", "small", "medium"])
+    require_known("size", size, SIZES)
     precision = precision or ("bf16" if torch.cuda.is_available() else "fp32")
     require_known("precision", precision, bench.PRECISIONS)
-    names = models or list(bench.ENCODINGS)
-    wanted = bench.choose(names, size, prune or None)
+    wanted = bench.choose(models or list(bench.ENCODINGS), size, prune or None)
     chosen = numbers(lengths) if lengths else list(bench.LENGTHS)
     if repeats > 1 and jobs == 1:
         raise CableError(f"--repeats={repeats} measures each model in several processes: give --jobs 2 or more.")
@@ -330,16 +330,13 @@ def bench_report(
     console.print("Written:", *written, highlight=False)
 
 
-def _shapes(text: str) -> tuple[Any, ...]:
+def _shape(text: str, option: str) -> Any:
     from cable_attn.bench.attention import Shape
 
-    parsed = []
-    for part in text.split(";"):
-        numbers = part.split(",")
-        if len(numbers) != 4 or not all(number.strip().isdigit() for number in numbers):
-            raise CableError(f"--shapes wants batch,heads,tokens,dim like 16,16,1024,64, got {part!r}.")
-        parsed.append(Shape(*map(int, numbers)))
-    return tuple(parsed)
+    sizes = text.split(",")
+    if len(sizes) != 4 or not all(size.strip().isdecimal() for size in sizes):
+        raise CableError(f"{option} wants batch,heads,tokens,dim like 16,16,1024,64, got {text!r}.")
+    return Shape(*map(int, sizes))
 
 
 def _bench_line(row: dict[str, Any]) -> str:

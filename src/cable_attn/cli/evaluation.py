@@ -84,7 +84,7 @@ def evaluate(
             result["passkey"] = _passkey(progress, model, tokenizer, held_out, wanted, passkey, form)
         console.print(_passkey_table(result["passkey"]))
         _store(out, result)
-        if out is not None:
+        if out is not None and any("error" not in row for row in result["passkey"]):
             _draw_passkey(result["passkey"], out.with_suffix(""))
     if tasks:
         from cable_attn.harness import run_tasks

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from cable_attn.data.corpus import Document
-from cable_attn.data.tokens import train_bpe
+from cable_attn.data.tokens import separator_of, train_bpe
 from cable_attn.errors import CableError, reason
 
 LEARN_FROM = 50_000_000
@@ -29,8 +29,7 @@ class TextTokenizer(Protocol):
 class HuggingFaceTokenizer:
     def __init__(self, tokenizer: Any):
         self.tokenizer, self.vocab_size = tokenizer, len(tokenizer)
-        ids = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.sep_token_id)
-        self.separator = next((token for token in ids if token is not None), None)
+        self.separator = separator_of(tokenizer)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         rows = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
@@ -73,7 +72,7 @@ def find_tokenizer(name: str, documents: Iterable[Document]) -> TextTokenizer:
         size = name.removeprefix("bpe:")
         if not size.isdigit():
             raise CableError(f"tokenizer {name!r}: the size of the vocabulary must be a number, as in bpe:4096.")
-        return HuggingFaceTokenizer(train_bpe(_some(documents), int(size), mask=True))
+        return HuggingFaceTokenizer(train_bpe(_some(documents), int(size)))
     return HuggingFaceTokenizer(load_tokenizer(name))
 
 

@@ -13,13 +13,10 @@ END_OF_TEXT = "<|endoftext|>"
 MASK = "<|mask|>"
 
 
-def train_bpe(documents: list[Document], vocab_size: int, mask: bool = False) -> PreTrainedTokenizerFast:
-    """A byte-level BPE like GPT-2's, learned from the documents; about a second for a few megabytes.
-
-    mask: with a token for masked language modelling.
-    """
-    special = [MASK] if mask else []
-    smallest = len(pre_tokenizers.ByteLevel.alphabet()) + 1
+def train_bpe(documents: list[Document], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE like GPT-2's, with a token for masked words; about a second for a few megabytes of documents."""
+    special = [END_OF_TEXT, MASK]
+    smallest = len(pre_tokenizers.ByteLevel.alphabet()) + len(special)
     if vocab_size < smallest:
         raise CableError(f"a byte-level vocabulary needs at least {smallest} entries, got vocab_size={vocab_size}.")
     tokenizer = Tokenizer(models.BPE())
@@ -27,7 +24,7 @@ def train_bpe(documents: list[Document], vocab_size: int, mask: bool = False) ->
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT, *special],
+        special_tokens=special,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -37,13 +34,20 @@ def train_bpe(documents: list[Document], vocab_size: int, mask: bool = False) ->
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
         pad_token=END_OF_TEXT,
-        mask_token=MASK if mask else None,
+        mask_token=MASK,
     )
 
 
+def separator_of(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """What stands before each document."""
+    ids = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.sep_token_id)
+    return next((token for token in ids if token is not None), None)
+
+
 def encode(documents: list[Document], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """All documents in one row of token ids, the end-of-text token before each."""
-    separator = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    """All documents in one row of token ids, the separator before each."""
+    token = separator_of(tokenizer)
+    separator = [] if token is None else [token]
     rows = tokenizer([document.text for document in documents], add_special_tokens=False, verbose=False)["input_ids"]
     return np.concatenate([np.asarray(separator + row, dtype=np.int64) for row in rows])
 

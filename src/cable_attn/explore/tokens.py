@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from cable_attn.data.tokens import separator_of
 from cable_attn.errors import CableError
 
 KINDS = (
@@ -48,7 +49,7 @@ class Tokenised:
 
 
 def tokenise(tokenizer: Any, text: str, most: int) -> Tokenised:
-    """At most the first ``most`` tokens of the text, after the tokenizer's begin-of-text token if it has one."""
+    """At most the first ``most`` tokens of the text, after what stands before a document, if anything does."""
     if not getattr(tokenizer, "is_fast", False):
         raise CableError("the checkpoint's tokenizer has no offsets. Save it as a fast tokenizer (tokenizer.json).")
     read = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -57,8 +58,9 @@ def tokenise(tokenizer: Any, text: str, most: int) -> Tokenised:
         raise CableError("the text has no token. Give a file with text.")
     pieces = [text[start:end] for start, end in zip([0, *ends], ends)]
     kinds = [kind(pieces, n) for n in range(len(pieces))]
-    if tokenizer.bos_token_id is not None:
-        ids, pieces = [tokenizer.bos_token_id, *ids], [str(tokenizer.bos_token), *pieces]
+    separator = separator_of(tokenizer)
+    if separator is not None:
+        ids, pieces = [separator, *ids], [tokenizer.convert_ids_to_tokens(separator), *pieces]
         kinds = [KINDS.index("special"), *kinds]
     return Tokenised(torch.tensor(ids[:most]), pieces[:most], kinds[:most], len(ids))
 
