@@ -160,19 +160,12 @@ def test_eval_stores_all_that_it_measured(run, in_process, tmp_path):
 
 def test_a_bad_tiles_file_is_told_when_tiles_are_needed(tmp_path):
     environment = {**os.environ, "CABLE_TILES": str(tmp_path / "absent.json"), "TRITON_INTERPRET": "0"}
-    told = "from cable_attn.attention.tiles import tiles_for; import torch; tiles_for(64, torch.bfloat16, 0, (9, 0))"
-    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, env=environment)
+    read = "import torch; from cable_attn.attention import tiles; print(tiles.tiles_for(64, torch.bfloat16, 0, (9, 0)))"
+    done = subprocess.run([sys.executable, "-c", read], capture_output=True, text=True, env=environment)
     assert "is not a tiles file of cable bench tiles" in done.stderr
-    (tmp_path / "absent.json").write_text(
-        json.dumps(
-            [
-                {"dim": 64, "dtype": "bfloat16", "kernel": 0}
-                | dict.fromkeys(("forward_tile", "keys_tile", "queries_tile"), [16, 16, 4, 1, False])
-            ]
-        )
-    )
-    told = "from cable_attn.attention.tiles import tiles_for; import torch; print(tiles_for(64, torch.bfloat16, 0, (9, 0))[0])"
-    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, env=environment)
+    tiles = {name: [16, 16, 4, 1, False] for name in ("forward_tile", "keys_tile", "queries_tile")}
+    (tmp_path / "absent.json").write_text(json.dumps([{"dim": 64, "dtype": "bfloat16", "kernel": 0, **tiles}]))
+    done = subprocess.run([sys.executable, "-c", read], capture_output=True, text=True, env=environment)
     assert "queries=16, keys=16, warps=4, stages=1" in done.stdout
 
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from cable_attn.attention import operands
 from cable_attn.attention.kernels import (
-    KEYS,
+    KEY_BLOCK,
+    LINEAR,
     LOG2E,
     LOG_KERNEL,
-    NO_KERNEL,
     SPLIT,
     TOEPLITZ,
     _from_base,
@@ -30,7 +31,7 @@ from cable_attn.attention.kernels import (
     _visible,
 )
 
-COLUMNS = tl.constexpr(16)
+COLUMNS = tl.constexpr(operands.COLUMNS)
 
 
 @triton.jit
@@ -121,7 +122,7 @@ def row_dots(O, DO, LSE, OFF, BASE, G, DELTA, SHIFT, OWN, ROWS, sob, soh, sot, s
         if GAIN:
             g = tl.load(G + line, mask=i < Tq, other=0.0)
         tl.store(OWN + line, g * ci, mask=i < Tq)
-        if CAUSAL and KERNEL == NO_KERNEL:
+        if CAUSAL and KERNEL == LINEAR:
             lse = tl.load(LSE + line, mask=i < Tq, other=0.0)
             tl.store(SHIFT + line, lse + g * LOG2E * ci, mask=i < Tq)
         if SUMS:
@@ -172,7 +173,7 @@ def _keys_step(dk, dv, dc, k, v, off, key_base, columns, ones, j, Q, DO, OFF, BA
             cj = (off - base).to(tl.float32)
         else:
             cj = off + (key_base - base).to(tl.float32)
-        if CAUSAL and KERNEL == NO_KERNEL:
+        if CAUSAL and KERNEL == LINEAR:
             x = x * scale2 + (g[None, :] * (cj * LOG2E)[:, None] - shift[None, :])
         else:
             if EVEN:
@@ -181,7 +182,7 @@ def _keys_step(dk, dv, dc, k, v, off, key_base, columns, ones, j, Q, DO, OFF, BA
                 own = tl.load(OWN + i, mask=i < Tq, other=0.0)
             bias = g[None, :] * cj[:, None] - own[None, :]
             x = x * scale2 - shift[None, :]
-            if KERNEL == NO_KERNEL:
+            if KERNEL == LINEAR:
                 x += _signed(bias, at[None, :], j[:, None], CAUSAL) * LOG2E
     else:
         x = x * scale2 - shift[None, :]
@@ -261,7 +262,7 @@ def backward_keys(Q, K, V, OFF, BASE, G, COLS, DO, SHIFT, DELTA, OWN, ROWS, DK, 
         lo = tl.maximum(lo, (tl.maximum(n0 - window + 1 - start, 0) // BM) * BM)
     if WINDOW or PADDED or PACKED or (not CAUSAL and not EVEN):
         mid = hi
-    bounds = tl.cdiv(Tk, KEYS)
+    bounds = tl.cdiv(Tk, KEY_BLOCK)
     for r in range(GROUP):
         h = hk * GROUP + r
         bh = b * H + h
@@ -296,9 +297,9 @@ def backward_keys(Q, K, V, OFF, BASE, G, COLS, DO, SHIFT, DELTA, OWN, ROWS, DK, 
         begin = lo
         end = hi
         if BOUNDED:
-            # A tile holds one or two blocks of KEYS; a block that no row needs says from Tq to 0.
-            one = bh * bounds + n0 // KEYS
-            two = bh * bounds + tl.minimum(n0 + BN - 1, Tk - 1) // KEYS
+            # A tile holds one or two blocks of KEY_BLOCK; a block that no row needs says from Tq to 0.
+            one = bh * bounds + n0 // KEY_BLOCK
+            two = bh * bounds + tl.minimum(n0 + BN - 1, Tk - 1) // KEY_BLOCK
             begin = tl.maximum(lo, (tl.minimum(tl.load(BEGIN + one), tl.load(BEGIN + two)) // BM) * BM)
             end = tl.minimum(hi, tl.maximum(tl.load(END + one), tl.load(END + two)))
         # A branch around the products would have the compiler run them one at a time.
@@ -351,12 +352,12 @@ def _queries_step(dq, dg, rows, q, do, g, ci, shift, delta, base, columns, K, V,
         x = x * scale2 + (g * LOG2E * apart - shift)[:, None]
     elif POTENTIAL:
         cj = _from_base(OFF, BASE, n, on, base, Tk, MASKED, PACKED)
-        if CAUSAL and KERNEL == NO_KERNEL:
+        if CAUSAL and KERNEL == LINEAR:
             x = x * scale2 + ((g * LOG2E)[:, None] * cj[None, :] - shift[:, None])
         else:
             bias = g[:, None] * cj[None, :] - (g * ci)[:, None]
             x = x * scale2 - shift[:, None]
-            if KERNEL == NO_KERNEL:
+            if KERNEL == LINEAR:
                 x += _signed(bias, at[:, None], j[None, :], CAUSAL) * LOG2E
     else:
         x = x * scale2 - shift[:, None]

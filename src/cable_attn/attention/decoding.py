@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 
 from cable_attn.attention.call import Call
-from cable_attn.attention.operands import masks, padded, potential, rows_of_numbers
+from cable_attn.attention.operands import KEY_BLOCK, LOG2E, masks, padded, potential, rows_of_numbers
 from cable_attn.bias import Index, PotentialBias, TokenBias
 from cable_attn.devices import current, kernels_run_on
 
 ROWS = 32
 """How many queries of one key head the kernel takes: those of all query heads that share it."""
-KEY_BLOCK = 64
 MOST_SPLITS = 128
 PROGRAMS = 4
 """How many run at once on each processor of the GPU, by the registers that they need."""
@@ -40,7 +39,6 @@ FEATURES = 1024
 """A token's step and gain are made by every program that attends for it, of up to so many features; of more, once."""
 PREFETCHED = 64 * 1024
 """Bytes of keys and values that one program has under way, about."""
-LOG2E = math.log2(math.e)
 
 
 def serves(call: Call) -> bool:

@@ -11,24 +11,28 @@ from torch import Tensor
 
 from cable_attn.attention import decoding
 from cable_attn.attention.call import BLOCK_ELEMENTS, Call
-from cable_attn.attention.operands import masks, padded, potential, rows_of_numbers
+from cable_attn.attention.operands import (
+    BOUND_ROWS,
+    COLUMNS,
+    DENSE,
+    LINEAR,
+    LOG2E,
+    SPLIT,
+    TOEPLITZ,
+    masks,
+    padded,
+    potential,
+    rows_of_numbers,
+)
 from cable_attn.attention.tiles import INTERPRETED, USES_COLUMNS, Tile, Tiles, generation, tiles_for
 from cable_attn.bias import Bias, FunctionBias, PotentialBias, ToeplitzBias, TokenBias
 from cable_attn.devices import TRITON, current, interpreting
 from cable_attn.errors import CableError
 
 NAME = "triton"
-TOEPLITZ, DENSE = 2, 3
-"""A table in place of a potential: what the kernels' KERNEL says then."""
 LARGEST_HEAD = 256
-LOG2E = math.log2(math.e)
-COLUMNS = 16
 PROGRAMS = 2048
 """How many programs at least sum the gradient of a table, if the batch can be cut into so many."""
-SPLIT = 128
-"""How many keys share a base of the potential: a multiple of every tile."""
-BOUND_ROWS = 64
-"""How many rows share a pair of pruning bounds."""
 FEW_SCORES = 2**30
 """With fewer in all (16 heads of 8192 tokens), none is left out: to find out which can be takes longer."""
 
@@ -186,7 +190,7 @@ class _Problem:
         """SUMS: the tensor cores sum the gradients of the bias; FOLD: they add the bias too (see backward.py)."""
         potential, packed = self.flags["POTENTIAL"], self.flags["PACKED"]
         sums = potential and not packed and _uses_columns(self.q)
-        fold = sums and self.flags["CAUSAL"] and self.flags["KERNEL"] == 0
+        fold = sums and self.flags["CAUSAL"] and self.flags["KERNEL"] == LINEAR
         return {"NEED_C": need_bias and potential, "SUMS": sums, "FOLD": fold}
 
     def options(self, tile: Tile) -> dict[str, Any]:
@@ -297,7 +301,7 @@ def _backward(
     delta, shift, own = torch.empty_like(lse), lse, lse
     if problem.flags["POTENTIAL"]:
         own = torch.empty_like(lse)
-        shift = torch.empty_like(lse) if causal and kernel == 0 else lse
+        shift = torch.empty_like(lse) if causal and kernel == LINEAR else lse
     flags = problem.backward_flags(need_bias)
     columns, rows = (
         q.new_empty(batch, heads, length, COLUMNS) if flags["SUMS"] else _none(q) for length in (problem.keys, queries)

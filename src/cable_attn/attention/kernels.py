@@ -22,14 +22,16 @@ import os
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
-NO_KERNEL = tl.constexpr(0)
-LOG_KERNEL = tl.constexpr(1)
-TOEPLITZ = tl.constexpr(2)
-DENSE = tl.constexpr(3)
-SPLIT = tl.constexpr(128)
-KEYS = tl.constexpr(64)
-BOUND_ROWS = tl.constexpr(64)
+from cable_attn.attention import operands
+
+LOG2E = tl.constexpr(operands.LOG2E)
+LINEAR = tl.constexpr(operands.LINEAR)
+LOG_KERNEL = tl.constexpr(operands.LOG)
+TOEPLITZ = tl.constexpr(operands.TOEPLITZ)
+DENSE = tl.constexpr(operands.DENSE)
+SPLIT = tl.constexpr(operands.SPLIT)
+KEY_BLOCK = tl.constexpr(operands.KEY_BLOCK)
+BOUND_ROWS = tl.constexpr(operands.BOUND_ROWS)
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 
 
@@ -172,9 +174,9 @@ def _forward_step(acc, m, norm, q, g, ci, base, K, V, OFF, BASE, KMASK, DOCS, n,
         x = x * scale2
     if POTENTIAL:
         cj = _from_base(OFF, BASE, n, on, base, Tk, MASKED, PACKED)
-        if CAUSAL and KERNEL == NO_KERNEL:
+        if CAUSAL and KERNEL == LINEAR:
             x += g[:, None] * cj[None, :]
-        elif KERNEL == NO_KERNEL:
+        elif KERNEL == LINEAR:
             x += _signed(g[:, None] * cj[None, :] - (g * ci)[:, None], at[:, None], j[None, :], CAUSAL)
     if KERNEL >= TOEPLITZ:
         x += _table(OFF, at[:, None], j[None, :], end, Tk, EVEN, KERNEL)
@@ -244,7 +246,7 @@ def forward(Q, K, V, OFF, BASE, G, O, LSE, KMASK, DOCS, LO, HI, sqb, sqh, sqt, s
         ci = (_potential(OFF, BASE, at, i < Tq, PACKED) - base).to(tl.float32)
         if GAIN:
             g = tl.load(G + bh.to(tl.int64) * Tq + i, mask=i < Tq, other=0.0)
-        if KERNEL == NO_KERNEL:
+        if KERNEL == LINEAR:
             g = g * LOG2E
             if LATE:
                 g = g / scale2
@@ -275,7 +277,7 @@ def forward(Q, K, V, OFF, BASE, G, O, LSE, KMASK, DOCS, LO, HI, sqb, sqh, sqt, s
     else:
         lse = m + tl.log2(norm)
     acc = acc / norm[:, None]
-    if POTENTIAL and CAUSAL and KERNEL == NO_KERNEL:
+    if POTENTIAL and CAUSAL and KERNEL == LINEAR:
         lse -= g * ci
     op = O + i64[:, None] * sot + od[None, :]
     if EVEN and BD == D:

@@ -1,6 +1,8 @@
-"""A call as the Triton kernels read it."""
+"""A call as the Triton kernels read it, and the numbers on which they and those who call them must agree."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -9,7 +11,18 @@ from cable_attn.attention.call import Call
 from cable_attn.bias import PotentialBias, TokenBias
 from cable_attn.layout import Layout
 
-KERNELS = {None: 0, "log": 1}
+LINEAR, LOG, TOEPLITZ, DENSE = range(4)
+"""What KERNEL says: κ of a potential, or a table of biases in its place."""
+KERNELS = {None: LINEAR, "log": LOG}
+LOG2E = math.log2(math.e)
+SPLIT = 128
+"""How many keys share a base of the potential: a multiple of every tile."""
+KEY_BLOCK = 64
+"""How many keys pruning judges together."""
+BOUND_ROWS = 64
+"""How many rows share a pair of pruning bounds."""
+COLUMNS = 16
+"""Of a key's potential, or a query's gain, in low precision."""
 
 
 def potential(call: Call) -> tuple[Tensor | None, Tensor | None, int]:

@@ -28,10 +28,10 @@ from torch import Tensor
 if TYPE_CHECKING:
     from cable_attn.attention.fused import _Problem
 
-from cable_attn.attention.kernels import KEYS, LOG2E, SPLIT, _from_base, _potential, _signed, _visible
+from cable_attn.attention import operands
+from cable_attn.attention.kernels import LOG2E, SPLIT, _from_base, _potential, _signed, _visible
+from cable_attn.attention.operands import BOUND_ROWS, KEY_BLOCK
 
-KEY_BLOCK = KEYS.value
-"""Keys are dropped in blocks of so many."""
 LARGE_BLOCK = 512
 """Far away, where nearly everything is dropped, in blocks of so many: a multiple of the small ones."""
 NEAR = 128
@@ -46,8 +46,6 @@ SPREAD_SLACK = 1.05
 
 def live_keys(problem: _Problem, document_ids: Tensor | None, epsilon: float) -> tuple[Tensor, Tensor]:
     """The first live key and the end of the live keys for each block of rows: int32 [B, H, blocks]."""
-    from cable_attn.attention.fused import BOUND_ROWS
-
     q, k = problem.q, problem.k
     causal = problem.flags["CAUSAL"]
     rows = triton.cdiv(problem.queries, BOUND_ROWS)
@@ -58,7 +56,7 @@ def live_keys(problem: _Problem, document_ids: Tensor | None, epsilon: float) ->
     _bounds[(rows, problem.batch * problem.heads)](
         q, k, *problem.bias, *_summaries(problem, KEY_BLOCK), *_summaries(problem, LARGE_BLOCK), lo, hi, *problem.masks,
         first, end, *q.stride()[:3], *k.stride()[:3], *problem.sizes,
-        problem.scale * float(LOG2E.value), epsilon if causal else epsilon / 2,
+        problem.scale * operands.LOG2E, epsilon if causal else epsilon / 2,
         BM=BOUND_ROWS, BN=KEY_BLOCK, LARGE=LARGE_BLOCK, NEAR_KEYS=NEAR, SLACK_FACTOR=SLACK, num_warps=4,
         WIDTH=WIDE if q.dtype != torch.float32 else 16,  # exact fp32 products take the compiler long
         num_stages=1, maxnreg=128 if problem.flags["BD"] <= 64 else None, **flags,

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from cable_attn.attention.operands import LOG, TOEPLITZ
 from cable_attn.errors import CableError
 
 
@@ -100,14 +101,14 @@ def generation(capability: tuple[int, int]) -> str:
 
 
 def tiles_for(dim: int, dtype: torch.dtype, kernel: int, capability: tuple[int, int]) -> Tiles:
-    """dim: the head dimension, rounded up to a power of two; kernel: that of the bias, 0 for none."""
+    """dim: the head dimension, rounded up to a power of two; kernel: that of the bias."""
     if (dim, dtype, kernel) in overrides():
         return overrides()[dim, dtype, kernel]
     if dtype == torch.float32:
         return SINGLE[dim]
     name = generation(capability)
-    if kernel == 1 and (name, dim) in LOG_KERNEL:
+    if kernel == LOG and (name, dim) in LOG_KERNEL:
         return LOG_KERNEL[name, dim]
-    if kernel > 1 and (name, dim) in TABLES:
+    if kernel >= TOEPLITZ and (name, dim) in TABLES:
         return TABLES[name, dim]
     return HALF[name][dim]

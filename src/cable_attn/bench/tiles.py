@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from cable_attn.attention import fused, tiles
-from cable_attn.attention.operands import KERNELS
+from cable_attn.attention.operands import LINEAR, LOG
 from cable_attn.attention.tiles import Tile, Tiles
 from cable_attn.bench.attention import Inputs, Shape, own_stream
 from cable_attn.errors import CableError
 
-BIASES = {"cable": 0, "k-cable": KERNELS["log"]}
+BIASES = {"cable": LINEAR, "k-cable": LOG}
 SIZES = {
     "forward": ((64, 64), (128, 64), (128, 128)),
     "keys": ((64, 64), (32, 64), (64, 128)),
