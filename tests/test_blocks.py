@@ -27,7 +27,7 @@ def stirred(encoding, causal=True):
 
 def test_every_encoding_that_only_adds_a_bias_is_there():
     expected = {"cable", "cable-nw", "k-cable", "alibi", "t5", "kerple-log", "kerple-power", "fire", "fox"}
-    assert set(BY_BIAS) == expected
+    assert set(BY_BIAS) >= expected and not {"rope", "nope", "cope", "learnable"} & set(BY_BIAS)
 
 
 @pytest.mark.parametrize("causal", [True, False])

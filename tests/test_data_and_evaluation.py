@@ -21,7 +21,6 @@ from cable_attn.evaluation import (
     from_texts,
     measure,
     output_head,
-    perplexity,
     perplexity_over,
     windows,
 )
@@ -91,6 +90,11 @@ def test_hold_out_loses_and_repeats_nothing(count):
     kept, held_out = hold_out(documents)
     assert kept and held_out
     assert "".join(d.text for d in kept + held_out) == "".join(d.text for d in documents)
+
+
+def perplexity(model, tokens: np.ndarray, length: int, batch_tokens: int = 4096) -> float:
+    held_out = HeldOut(tokens, np.zeros(1, np.int64), "tokens", "")
+    return math.exp(measure(model, held_out, length, batch_tokens=batch_tokens).loss)
 
 
 def test_a_uniform_model_has_the_vocabulary_as_perplexity():
@@ -240,7 +244,5 @@ def test_strides_and_equal_targets(gpt2):
 def test_every_length_predicts_the_same_tokens():
     tokens = np.arange(1000)
     assert len(comparable(tokens, [8, 32, 64])) == 960 + 1
-    assert len(comparable(tokens, [8, 32, 64], limit=200)) == 192 + 1
-    assert len(comparable(tokens, [8, 32, 64], limit=5)) == 64 + 1
     with pytest.raises(CableError, match="held-out text has 1000 tokens, fewer than one window of 1025"):
         comparable(tokens, [512, 1024])

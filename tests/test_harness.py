@@ -279,7 +279,7 @@ def test_without_the_harness(model, monkeypatch):
         ("hellaswag_val_full.txt", "Roof: A man. he\n4\na\nb\nc\nd\n", "the true ending is 4, but there are 4"),
         ("hellaswag_val_full.txt.bz2", "not packed", "cannot read .*bz2"),
         ("hellaswag_val.jsonl", '{"label": 1}\n', "line 1: not an item of HellaSwag .KeyError: 'endings'"),
-        ("hellaswag_val.jsonl", "{\n", "line 1: not JSON"),
+        ("hellaswag_val.jsonl", "{\n", "line 1: is not JSON"),
         ("hellaswag_val.jsonl", "\n", "is empty"),
     ],
 )

@@ -128,8 +128,8 @@ def test_the_share_that_is_asked_for_is_held_out(tmp_path, share):
     ("content", "words"),
     [
         ('{"text": "a"}\n{"text": 3}\n', "line 2: no text in column 'text'"),
-        ('{"text": "a"}\nnot json\n', "line 2: not JSON"),
-        ('{"text": "caf\xe9"}\n', "line 1: not JSON in UTF-8"),
+        ('{"text": "a"}\nnot json\n', "line 2: is not JSON"),
+        ('{"text": "caf\xe9"}\n', "line 1: is not UTF-8"),
     ],
 )
 def test_bad_lines_are_named(tmp_path, content, words):

@@ -20,6 +20,7 @@ from cable_attn.data import hold_out, read_texts
 from cable_attn.data.shards import MANIFEST, OnTokens, Request, prepare, read_manifest
 from cable_attn.data.sources import open_source
 from cable_attn.data.tokenizers import find_tokenizer
+from cable_attn.devices import best_device
 from cable_attn.environment import environment
 from cable_attn.errors import CableError, require_known
 from cable_attn.evaluation import HeldOut, evaluate, find_held_out, share_read
@@ -160,7 +161,7 @@ def _refuse_foreign(out: Path, source: Path) -> None:
 
 
 def _read(folder: Path, text: HeldOut, lengths: Sequence[int], when: str, tell: Watcher) -> Any:
-    model = load_model(folder, dtype=torch.float32).to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
+    model = load_model(folder, dtype=torch.float32).to(best_device())
     watch = share_read(text, lengths, lambda length, share: tell(f"reading {when}, {length} tokens at once", share))
     return evaluate(model, text, lengths, watch=watch, batch_tokens=16384)
 

@@ -12,6 +12,16 @@ import torch
 TRITON = importlib.util.find_spec("triton") is not None
 
 
+def best_device() -> Any:
+    """Where models run."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def has_bf16() -> bool:
+    """On a GPU that computes in bfloat16 by itself."""
+    return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def interpreting() -> bool:
     """Triton's kernels run on the CPU, slowly: for tests."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from cable_attn.data.corpus import Document, embedded_corpus
 from cable_attn.data.shards import Tokens
 from cable_attn.data.tokens import encode, require_window
+from cable_attn.devices import has_bf16
 from cable_attn.errors import CableError, reason
 
 LOGIT_ELEMENTS = 2**26
@@ -80,15 +81,12 @@ def find_held_out(path: str, split: str, tokens: int, tokenizer: Any) -> HeldOut
     return text.first(tokens + 1) if tokens else text
 
 
-def comparable(tokens: np.ndarray, lengths: Sequence[int], limit: int | None = None) -> np.ndarray:
-    """As much of ``tokens`` as every length cuts into whole windows, so that all predict the very same tokens.
-
-    One more token than that, the last target; ``limit``: at most about so many tokens.
-    """
+def comparable(tokens: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
+    """As much of ``tokens`` as every length cuts into whole windows, so that all predict the very same tokens; and one
+    token more, the last target."""
     unit = math.lcm(*lengths)
     require_window(tokens, unit + 1, "the held-out text")
-    targets = min(len(tokens) - 1, max(limit or len(tokens), unit)) // unit * unit
-    return tokens[: targets + 1]
+    return tokens[: (len(tokens) - 1) // unit * unit + 1]
 
 
 def windows(tokens: int, length: int, stride: int | None = None) -> Iterator[tuple[int, int]]:
@@ -239,21 +237,6 @@ def text_bytes(tokens: np.ndarray, tokenizer: Any) -> int | None:
     return len(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False).encode())
 
 
-def perplexity(
-    model: PreTrainedModel,
-    tokens: np.ndarray,
-    length: int,
-    *,
-    batch_tokens: int = 4096,
-    on_tokens: Callable[[int], None] | None = None,
-) -> float:
-    """``exp`` of the mean loss over non-overlapping windows of ``length`` tokens."""
-    require_window(tokens, length + 1, "the held-out text")
-    held_out = HeldOut(tokens, np.zeros(1, np.int64), "tokens", "")
-    tally = measure(model, held_out, length, None, batch_tokens, lambda _, n: on_tokens(n) if on_tokens else None)
-    return math.exp(tally.loss)
-
-
 def share_read(text: HeldOut, lengths: Sequence[int], tell: Callable[[int, float], None]) -> Callable[[int, int], None]:
     """A ``watch`` that tells of the length that is read, and the share of all reading that is done."""
     done, total = 0, len(text.tokens) * len(lengths)
@@ -346,7 +329,7 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 def precision(model: PreTrainedModel) -> Any:
     """bf16 products on GPUs that have them, as in training; elsewhere the model's own precision."""
     device = model.device.type
-    enabled = device == "cuda" and model.dtype == torch.float32 and torch.cuda.is_bf16_supported(False)
+    enabled = device == "cuda" and model.dtype == torch.float32 and has_bf16()
     return torch.autocast(device, torch.bfloat16, enabled=enabled)
 
 

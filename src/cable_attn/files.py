@@ -1,16 +1,23 @@
-"""Writing so that nothing is ever half-written."""
+"""Files: written so that none is ever half-written, and read so that what is wrong with one is told in a line."""
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 import os
 import tempfile
 import tomllib
+from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from cable_attn.errors import CableError, unknown
+
+COMPRESSED: dict[str, Any] = {"": open, ".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+"""How to open a file, by what its name ends with."""
 
 
 def writable_folder(path: Path) -> Path:
@@ -51,6 +58,30 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CableError(f"cannot read {str(path)!r}: {error}. Delete it to make it anew.") from error
+
+
+def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number, object) of each line that is not empty."""
+    open_file = COMPRESSED.get(path.suffix, open)
+    try:
+        with open_file(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, _parsed(path, number, line)
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        raise CableError(f"cannot read {str(path)!r}: {error}.") from error
+
+
+def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise CableError(f"{path}, line {number}: is not UTF-8 (byte {error.start}).") from error
+    except ValueError as error:
+        raise CableError(f"{path}, line {number}: is not JSON: {error}.") from error
+    if not isinstance(row, dict):
+        raise CableError(f"{path}, line {number}: wanted an object, got {type(row).__name__}.")
+    return row
 
 
 def packaged(folder: str) -> list[str]:

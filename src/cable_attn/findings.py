@@ -18,14 +18,14 @@ def with_again(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return told
 
 
-def by_variant(rows: Sequence[dict[str, Any]], key: str = "perplexity") -> dict[str, dict[int, list[float]]]:
-    """variant → length → the values of all seeds; lengths that a variant cannot read are absent."""
+def by_variant(rows: Sequence[dict[str, Any]]) -> dict[str, dict[int, list[float]]]:
+    """variant → length → the perplexities of all seeds; lengths that a variant cannot read are absent."""
     table: dict[str, dict[int, list[float]]] = {}
     for row in with_again(rows):
         lengths = table.setdefault(row["variant"], {})
         for result in row["results"]:
-            if key in result:
-                lengths.setdefault(result["length"], []).append(result[key])
+            if "perplexity" in result:
+                lengths.setdefault(result["length"], []).append(result["perplexity"])
     return table
 
 

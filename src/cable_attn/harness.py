@@ -23,11 +23,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cable_attn.data.corpus import read_text
 from cable_attn.errors import CableError, reason
+from cable_attn.files import read_jsonl
 
 SENTENCE_END = re.compile(r"""[.!?]["')]*(?:\s+|$)""")
 NOISY = ("lm_eval", "datasets", "transformers", "huggingface_hub")
@@ -91,6 +91,8 @@ def require_harness() -> None:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """No progress bars, and of the logs only errors."""
+    from tqdm import tqdm
+
     loggers = [logging.getLogger(name) for name in NOISY]
     levels = [logger.level for logger in loggers]
     show = tqdm.__init__
@@ -266,7 +268,8 @@ def _read_hellaswag(path: Path) -> list[dict[str, Any]]:
 def _hellaswag_json(path: Path) -> list[dict[str, Any]]:
     """The official layout; some copies leave an empty ``ctx_b`` out and write the label as text."""
     rows = []
-    for where, row in _json_lines(path):
+    for number, row in read_jsonl(path):
+        where = f"{path}, line {number}"
         try:
             label, endings = int(row["label"]), [str(ending) for ending in row["endings"]]
             texts = {"activity_label": str(row["activity_label"]), "ctx_a": str(row["ctx_a"])}
@@ -316,28 +319,14 @@ def _hellaswag_row(
 
 def _read_lambada(path: Path) -> list[dict[str, Any]]:
     rows = []
-    for where, row in _json_lines(path):
+    for number, row in read_jsonl(path):
+        where = f"{path}, line {number}"
         if not isinstance(row.get("text"), str) or not row["text"].strip():
             raise CableError(f"{where}: no text in column 'text' (found: {', '.join(row)}).")
         rows.append({"text": row["text"]})
     if not rows:
         raise CableError(f"{str(path)!r} is empty.")
     return rows
-
-
-def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each row, and where it stands."""
-    for number, line in enumerate(_text(path).split("\n"), 1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise CableError(f"{where}: not JSON ({error}).") from error
-        if not isinstance(row, dict):
-            raise CableError(f"{where}: not a JSON object.")
-        yield where, row
 
 
 def _text(path: Path) -> str:

@@ -25,6 +25,7 @@ from cable_attn.data.shards import Request, Tokens, holds, prepare, read_manifes
 from cable_attn.data.sources import open_source
 from cable_attn.data.tokenizers import find_tokenizer, load_tokenizer
 from cable_attn.data.windows import Masked, Order, TokenWindows
+from cable_attn.devices import has_bf16
 from cable_attn.environment import environment
 from cable_attn.errors import CableError, require_known
 from cable_attn.evaluation import checkpoint_hash, require_positions
@@ -305,7 +306,7 @@ def _arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
         raise CableError("train.fsdp=true shards over processes: start it with torchrun, as docs/training.md shows.")
     precision = part.precision
     if precision == "auto":
-        precision = "bf16" if cuda and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+        precision = "bf16" if has_bf16() else "fp32"
     windows, steps = recipe.batches(devices)
     arguments = TrainingArguments(
         output_dir=str(folder),

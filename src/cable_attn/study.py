@@ -24,6 +24,7 @@ from cable_attn import findings, harness, passkey, pretraining
 from cable_attn import recipe as recipes
 from cable_attn.data.corpus import embedded_corpus
 from cable_attn.data.shards import Tokens
+from cable_attn.devices import best_device
 from cable_attn.environment import environment
 from cable_attn.errors import CableError, unknown
 from cable_attn.evaluation import HeldOut, checkpoint_hash, evaluate, find_held_out, share_read
@@ -444,7 +445,7 @@ def _read_model(
 ) -> dict[str, Any]:
     """``changes``: to the model's config, which its weights know nothing of."""
     study, reading = cell.study, cell.study.reading
-    model = load_model(folder, **changes).to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
+    model = load_model(folder, **changes).to(best_device())
 
     def on_share(length: int, share: float) -> None:
         _tell(watch, cell, f"reading {length} tokens at once", share)

@@ -418,9 +418,8 @@ def _(q, k, v, c, g, key_mask, document_ids, scale, causal, start, window, kerne
     packed = document_ids is not None
     table = kernel >= TOEPLITZ
     off = q.new_empty(0 if c is None else c.shape, dtype=torch.float64 if packed and not table else torch.float32)
-    has_base = c is not None and not packed and not table
-    base = q.new_empty((batch, heads, _blocks(keys, SPLIT)) if has_base else 0, dtype=torch.float64)
-    bounds = (batch, heads, _blocks(queries, BOUND_ROWS)) if prune > 0 else 0
+    base = q.new_empty(batch, heads, _blocks(keys, SPLIT), dtype=torch.float64)
+    bounds = (batch, heads, _blocks(queries, BOUND_ROWS))
     if c is None:
         off, base = _none(q), _none(q)
     elif packed or table:

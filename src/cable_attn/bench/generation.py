@@ -29,6 +29,7 @@ from transformers import DynamicCache, StaticCache
 from cable_attn import recipe as recipes
 from cable_attn import study as studies
 from cable_attn.attention import BACKENDS
+from cable_attn.devices import best_device
 from cable_attn.encodings import ENCODINGS as ENCODINGS_BY_NAME
 from cable_attn.errors import CableError, reason, require_known
 from cable_attn.evaluation import checkpoint_hash
@@ -139,7 +140,7 @@ def origin(folder: Path) -> dict[str, Any]:
 
 
 def prepare(model: Any, precision: str) -> Any:
-    return model.to("cuda" if torch.cuda.is_available() else "cpu", PRECISIONS[precision]).eval()
+    return model.to(best_device(), PRECISIONS[precision]).eval()
 
 
 @torch.inference_mode()

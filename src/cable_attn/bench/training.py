@@ -7,7 +7,6 @@ updates warms up; the median rate of the log lines after it counts. Several cell
 
 from __future__ import annotations
 
-import json
 import shutil
 import statistics
 import sys
@@ -24,6 +23,7 @@ from cable_attn.data.sources import open_source
 from cable_attn.data.tokenizers import find_tokenizer
 from cable_attn.jobs import Process, in_turn
 from cable_attn.pretraining import make_config, plan
+from cable_attn.training import read_metrics
 
 ENCODINGS = ("rope", "cable", "cable-nw", "alibi", "kerple-log", "t5", "fire", "learnable", "sinusoidal")
 MATERIALISED = "cable-materialised"
@@ -74,8 +74,7 @@ class _Cell(Process):
 
     def lines(self) -> list[dict[str, Any]]:
         path = self.out / "run" / "metrics.jsonl"
-        whole = path.read_text(encoding="utf-8").rpartition("\n")[0] if path.exists() else ""
-        return [json.loads(line) for line in whole.splitlines()]
+        return read_metrics(path) if path.exists() else []
 
     @property
     def logged(self) -> int:

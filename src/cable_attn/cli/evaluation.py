@@ -109,14 +109,14 @@ def _simple(value: Any) -> bool:
 
 
 def _load(checkpoint: str, need_tokenizer: bool) -> tuple[Any, Any, str]:
-    import torch
 
+    from cable_attn.devices import best_device
     from cable_attn.evaluation import checkpoint_hash
     from cable_attn.models.loading import checkpoint_folder, load_causal_lm, load_model, tokenizer_of
 
     folder = checkpoint_folder(checkpoint)
     model, tokenizer = load_causal_lm(folder) if need_tokenizer else (load_model(folder), tokenizer_of(folder))
-    return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer, checkpoint_hash(folder)  # type: ignore[arg-type]
+    return model.to(best_device()), tokenizer, checkpoint_hash(folder)
 
 
 def _held_out(text: Path | None, data: Path | None, split: str, tokens: int, tokenizer: Any) -> Any:

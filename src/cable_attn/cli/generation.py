@@ -48,6 +48,7 @@ def generate(
     from transformers import set_seed
     from transformers.utils import logging
 
+    from cable_attn.devices import best_device
     from cable_attn.models.loading import checkpoint_folder, load_causal_lm
 
     require_known("cache", cache, CACHES)
@@ -55,7 +56,7 @@ def generate(
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     model, tokenizer = load_causal_lm(checkpoint_folder(checkpoint))
-    model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()  # type: ignore[arg-type]
+    model = model.to(best_device()).eval()
     if prune:
         _set_pruning(model, prune)
     ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"].to(model.device)

@@ -74,9 +74,9 @@ def _look(checkpoints: list[str], text: Path | None, tokens: int, attention: str
 
 def _load(checkpoint: str, text: Path | None, tokens: int) -> tuple[Any, Any]:
     """The model, and the text as its tokens."""
-    import torch
 
     from cable_attn.data.corpus import embedded_corpus, read_texts
+    from cable_attn.devices import best_device
     from cable_attn.explore.tokens import tokenise
     from cable_attn.models.loading import checkpoint_folder, load_gpt_or_bert, tokenizer_of
 
@@ -88,7 +88,7 @@ def _load(checkpoint: str, text: Path | None, tokens: int) -> tuple[Any, Any]:
     tokenizer = tokenizer_of(folder)
     if tokenizer is None:
         raise CableError(f"{str(folder)!r} has no tokenizer.json. Save the model's tokenizer there: save_pretrained.")
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    model.to(best_device())
     return model, tokenise(tokenizer, documents[0].text, tokens)
 
 

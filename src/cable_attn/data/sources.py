@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 
 from cable_attn.data.corpus import EMBEDDED, Document, embedded_corpus, read_text
 from cable_attn.errors import CableError, reason, unknown
+from cable_attn.files import read_jsonl
 
 READABLE = (".txt", ".md", ".jsonl", ".parquet")
 
@@ -121,15 +121,8 @@ def _local(path: Path, column: str) -> Iterator[Document]:
 
 
 def _jsonl(path: Path, column: str) -> Iterator[Document]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.decode("utf-8"))
-            except ValueError as error:
-                raise CableError(f"{path}, line {number}: not JSON in UTF-8 ({error}).") from error
-            yield Document(f"{path.name}:{number}", _text(row, column, f"{path}, line {number}"))
+    for number, row in read_jsonl(path):
+        yield Document(f"{path.name}:{number}", _text(row, column, f"{path}, line {number}"))
 
 
 def _parquet(path: Path, column: str) -> Iterator[Document]:

@@ -95,10 +95,8 @@ def _heat(axes: Any, values: np.ndarray, scale: tuple[float, float]) -> Any:
     return picture
 
 
-def compare_figure(
-    models: list[tuple[Any, Tokenised]], layer: int, head: int, stem: Path, query: int | None = None
-) -> list[Path]:
-    """Two models on one text: the heat map of one head, and the bias of one query in all heads."""
+def compare_figure(models: list[tuple[Any, Tokenised]], layer: int, head: int, stem: Path) -> list[Path]:
+    """Two models on one text: the heat map of one head, and the bias of the last query in all heads."""
     figure, panels = pyplot().subplots(
         2, len(models), figsize=(4.4 * len(models), 7), layout="constrained", height_ratios=[1.25, 1], squeeze=False
     )
@@ -114,7 +112,7 @@ def compare_figure(
         top.set_xlabel("key", fontsize=9)
         top.set_ylabel("query", fontsize=9)
         figure.colorbar(picture, ax=top, label=name, shrink=0.8, extend="min")
-        _curves(below, values, tokens, len(tokens.ids) - 1 if query is None else query)
+        _curves(below, values, tokens, len(tokens.ids) - 1)
         below.set_ylabel(name, fontsize=9)
     most = max(panels[1], key=lambda axes: len(axes.lines))
     figure.legend(handles=most.lines, frameon=False, fontsize=8, ncols=8, loc="outside lower center")

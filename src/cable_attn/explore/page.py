@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import zlib
+from html import escape
 from importlib.resources import files
 from typing import Any
 
@@ -23,7 +24,7 @@ def render(looked: list[Looked], title: str) -> str:
     page, style = _part("page.html"), _part("page.css")
     script = "\n".join(_part(f"{name}.js") for name in ("data", "drawing", "panel", "page"))
     data = {"kinds": KINDS, "top": TOP, "lightest": LIGHTEST, "far": FAR, "models": [_model(one) for one in looked]}
-    parts = {"title": _escape(title), "style": style, "data": script_json(data), "script": script}
+    parts = {"title": escape(title), "style": style, "data": script_json(data), "script": script}
     for name, content in parts.items():
         page = page.replace(f"<!-- {name} -->", content)
     return page
@@ -31,10 +32,6 @@ def render(looked: list[Looked], title: str) -> str:
 
 def _part(name: str) -> str:
     return (files("cable_attn.explore") / name).read_text(encoding="utf-8")
-
-
-def _escape(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;")
 
 
 def script_json(value: Any) -> str:

@@ -9,11 +9,8 @@ The JSONL files may be compressed (.gz, .bz2, .xz).
 
 from __future__ import annotations
 
-import bz2
-import gzip
 import hashlib
 import json
-import lzma
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +18,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from cable_attn.errors import CableError
+from cable_attn.files import COMPRESSED, read_jsonl
 
-COMPRESSED: dict[str, Any] = {"": open, ".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 SHOWN = 3
 
 
@@ -120,30 +117,6 @@ def titled(row: dict[str, Any]) -> str:
 def find_jsonl(folder: Path, name: str) -> Path | None:
     paths = (folder / f"{name}.jsonl{suffix}" for suffix in COMPRESSED)
     return next((path for path in paths if path.is_file()), None)
-
-
-def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number, object) of each line that is not empty."""
-    open_file = COMPRESSED.get(path.suffix, open)
-    try:
-        with open_file(path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield number, _parsed(path, number, line)
-    except (OSError, EOFError, lzma.LZMAError) as error:
-        raise CableError(f"cannot read {str(path)!r}: {error}.") from error
-
-
-def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    try:
-        row = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise CableError(f"{path}, line {number}: is not UTF-8 (byte {error.start}).") from error
-    except ValueError as error:
-        raise CableError(f"{path}, line {number}: is not JSON: {error}.") from error
-    if not isinstance(row, dict):
-        raise CableError(f"{path}, line {number}: wanted an object, got {type(row).__name__}.")
-    return row
 
 
 def _judgements(path: Path) -> dict[str, dict[str, int]]:

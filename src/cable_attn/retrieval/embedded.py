@@ -21,13 +21,13 @@ EVERY, NEARBY = 60, 4
 SHORTEST, LONGEST = 8, 30
 
 
-def write_embedded(folder: Path, every: int = EVERY) -> None:
+def write_embedded(folder: Path) -> None:
     """BEIR's layout, and ``triplets.jsonl`` for training."""
     documents, queries, judged = [], [], ["query-id\tcorpus-id\tscore"]
     for split in ("validation", "test"):
         for name, number, sentences in _chapters(split):
             key = f"{name}-{number}"
-            taken = _taken(sentences, every)
+            taken = _taken(sentences, EVERY)
             text = " ".join(sentence for n, sentence in enumerate(sentences) if n not in taken)
             documents.append({"_id": key, "title": "", "text": text})
             for n in taken:
@@ -37,7 +37,7 @@ def write_embedded(folder: Path, every: int = EVERY) -> None:
     _write(folder / "corpus.jsonl", documents)
     _write(folder / "queries.jsonl", queries)
     write_atomically(folder / "qrels" / "test.tsv", "\n".join(judged) + "\n")
-    _write(folder / "triplets.jsonl", _triplets(every // 4))
+    _write(folder / "triplets.jsonl", _triplets(EVERY // 4))
 
 
 def _write(path: Path, rows: list[dict[str, str]]) -> None:

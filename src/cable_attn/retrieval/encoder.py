@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from cable_attn.devices import has_bf16
 from cable_attn.errors import CableError, reason
 from cable_attn.evaluation import checkpoint_hash, learned_positions, require_positions
 from cable_attn.files import read_json, write_atomically
@@ -134,7 +135,7 @@ def _batches(order: list[int], ids: list[list[int]], batch_tokens: int) -> Itera
 def _vectors(model: Any, ids: list[list[int]]) -> np.ndarray:
     features = model.tokenizer.pad({"input_ids": ids}, return_tensors="pt").to(model.device)
     cuda = model.device.type == "cuda"
-    with torch.autocast(model.device.type, torch.bfloat16, enabled=cuda and torch.cuda.is_bf16_supported(False)):
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=cuda and has_bf16()):
         vectors = model.eval()(dict(features))["sentence_embedding"].float()
     found: np.ndarray = torch.nn.functional.normalize(vectors, dim=-1).cpu().numpy()
     return found

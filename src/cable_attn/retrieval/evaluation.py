@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from cable_attn.devices import best_device
 from cable_attn.errors import CableError, require_known
 from cable_attn.retrieval.collection import Collection
 from cable_attn.retrieval.encoder import cache_folder, encode, load_encoder, require_encoder
@@ -62,7 +63,7 @@ def _uses_faiss(search: str) -> bool:
 
 
 def _by_product(documents: np.ndarray, queries: np.ndarray, depth: int) -> tuple[np.ndarray, np.ndarray]:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = best_device()
     matrix = torch.from_numpy(documents).to(device).T
     parts = [(part.to(device) @ matrix).topk(depth, dim=-1) for part in torch.from_numpy(queries).split(QUERIES)]
     places, scores = (torch.cat([getattr(part, name) for part in parts]) for name in ("indices", "values"))
@@ -123,7 +124,7 @@ def evaluate(
     """A row for each maximum length; ``watch(length, n)``: n more texts are done. ``encoder`` may be ``bm25``."""
     if encoder == BM25:
         return [{"encoder": BM25, "max_length": None, **measure(collection, by_bm25(collection))}]
-    model = load_encoder(encoder).to("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_encoder(encoder).to(best_device())
     rows = []
     for length in lengths:
         done: list[int] = []

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from cable_attn.errors import CableError, reason
-from cable_attn.retrieval.collection import Collection, checked, find_jsonl, read_jsonl, titled
+from cable_attn.files import read_jsonl
+from cable_attn.retrieval.collection import Collection, checked, find_jsonl, titled
 
 TASK = "MultiLongDocRetrieval"
 

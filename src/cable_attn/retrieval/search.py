@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from cable_attn.errors import CableError
-from cable_attn.retrieval.collection import read_jsonl, titled
+from cable_attn.files import read_jsonl
+from cable_attn.retrieval.collection import titled
 from cable_attn.retrieval.encoder import cache_folder, encode, load_encoder, readable
 
 KINDS = (".txt", ".md", ".jsonl")

@@ -22,10 +22,10 @@ import torch
 from torch.utils.data import Dataset, Sampler
 from transformers import TrainingArguments, set_seed
 
+from cable_attn.devices import has_bf16
 from cable_attn.environment import environment
 from cable_attn.errors import CableError, reason
-from cable_attn.files import read_json, writable_folder, write_json
-from cable_attn.retrieval.collection import read_jsonl
+from cable_attn.files import read_json, read_jsonl, writable_folder, write_json
 from cable_attn.retrieval.encoder import encoder_hash, load_encoder
 from cable_attn.training import DecayingTrainer, Watcher, Watching, last_complete_checkpoint, processes
 
@@ -39,7 +39,7 @@ KEYS = {"query": ("query", "anchor", "question"), "positive": ("positive", "pos"
 
 @dataclass(frozen=True)
 class Settings:
-    """The paper's, and METHODS' where it is silent."""
+    """The paper's, and our own where it is silent."""
 
     batch_size: int = 128
     learning_rate: float = 8e-5
@@ -332,7 +332,7 @@ def _arguments(settings: Settings, count: int, folder: Path) -> TrainingArgument
         learning_rate=settings.learning_rate,
         warmup_steps=round(steps * settings.warmup),
         lr_scheduler_type="linear",
-        bf16=cuda and torch.cuda.is_bf16_supported(including_emulation=False),
+        bf16=has_bf16(),
         optim="adamw_torch_fused" if cuda else "adamw_torch",
         seed=settings.seed,
         logging_steps=max(steps // 100, 1),
