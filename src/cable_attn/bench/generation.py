@@ -35,7 +35,7 @@ from cable_attn.errors import CableError, reason, require_known
 from cable_attn.evaluation import checkpoint_hash
 from cable_attn.jobs import Process, in_turn
 from cable_attn.models import CableGPTConfig, CableGPTForCausalLM
-from cable_attn.models.cache import ForgettingCache, reaches
+from cable_attn.models.forgetting import ForgettingCache
 from cable_attn.models.loading import load_config, load_model
 
 LENGTHS = (1024, 4096, 16384, 65536, 131072)
@@ -388,7 +388,7 @@ def forget(model: Any, ids: Tensor, epsilon: float, piece: int, compare: int) ->
     cache, whole = ForgettingCache(model, epsilon, most), DynamicCache(config=model.config)
     layers: list[Any] = list(cache.layers)  # of keys; the potentials' come later
     about = {"bench": "forget", "encoding": model.config.encoding, "epsilon": epsilon, "most_tokens": most}
-    reach = [[round(float(head), 2) for head in layer] for layer in reaches(model, epsilon, most)]
+    reach = [[round(float(head), 2) for head in layer] for layer in cache.reach]
     for at in range(0, ids.shape[1], piece):
         part = ids[:, at : at + piece]
         token, wanted = _read(model, part, cache), _read(model, part, whole)

@@ -17,6 +17,7 @@ MULTIPLES = (0.5, 1, 2, 4, 8, 15)
 
 
 def evaluate(
+    context: typer.Context,
     checkpoint: Annotated[str, typer.Argument(help="A run folder, or any causal language model on disk or hub.")],
     text: Annotated[
         Path | None, typer.Option(help="A text file or a folder of .txt files; default: the embedded test novel.")
@@ -57,9 +58,7 @@ def evaluate(
 
     if form not in FORMS:
         raise CableError(f"--form must be one of {', '.join(FORMS)}, got {form!r}.")
-    settings = {
-        key: str(value) if isinstance(value, Path) else value for key, value in locals().items() if _simple(value)
-    }
+    settings = {key: str(value) if isinstance(value, Path) else value for key, value in context.params.items()}
     if out is not None:
         writable_file(out)
     model, tokenizer, digest = _load(checkpoint, need_tokenizer=data is None or passkey > 0 or bool(tasks))
@@ -102,10 +101,6 @@ def _store(out: Path | None, result: dict[str, Any]) -> None:
 
     if out is not None:
         write_json(out, result)
-
-
-def _simple(value: Any) -> bool:
-    return isinstance(value, (str, int, float, bool, Path)) or value is None
 
 
 def _load(checkpoint: str, need_tokenizer: bool) -> tuple[Any, Any, str]:

@@ -123,7 +123,7 @@ def _set_pruning(model: Any, epsilon: float) -> None:
 
 
 def _forgetting(model: Any, epsilon: float, cache: str, most_tokens: int) -> Any:
-    from cable_attn.models.cache import ForgettingCache
+    from cable_attn.models.forgetting import ForgettingCache
 
     if cache == "static":
         raise CableError("--evict needs a dynamic cache: one of fixed size would not shrink.")

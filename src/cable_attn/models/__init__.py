@@ -5,8 +5,8 @@ from __future__ import annotations
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from cable_attn.models.bert import CableBertConfig, CableBertForMaskedLM, CableBertModel
-from cable_attn.models.cache import ForgettingCache
 from cable_attn.models.convert import from_bert, from_gpt2
+from cable_attn.models.forgetting import ForgettingCache
 from cable_attn.models.gpt import CableGPTConfig, CableGPTForCausalLM, CableGPTModel
 
 AutoConfig.register("cable_gpt", CableGPTConfig)

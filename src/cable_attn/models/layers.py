@@ -19,7 +19,8 @@ from cable_attn.encodings import ENCODINGS, Encoding, Geometry, find_encoding
 from cable_attn.encodings.base import PotentialEncoding
 from cable_attn.errors import CableError, require_known, unknown
 from cable_attn.layout import Layout
-from cable_attn.models.cache import CachedPotential, ForgettingCache, cached_summaries, drop_summaries
+from cable_attn.models.cache import CachedPotential, cached_summaries, drop_summaries
+from cable_attn.models.forgetting import ForgettingCache
 
 
 class EncodedConfig(PreTrainedConfig):
