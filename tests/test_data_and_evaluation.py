@@ -16,6 +16,7 @@ from cable_attn import evaluation as evaluation_module
 from cable_attn.data import Document, embedded_corpus, encode, hold_out, read_texts, train_bpe
 from cable_attn.evaluation import (
     HeldOut,
+    Tally,
     comparable,
     evaluate,
     from_texts,
@@ -239,6 +240,25 @@ def test_strides_and_equal_targets(gpt2):
     assert [row["tokens"] for row in rows] == [96, 96]
     with pytest.raises(CableError, match="stride must lie between 1 and the shortest length, 8, got 9"):
         evaluate(gpt2, held_out(tokens), [8, 12], stride=9)
+
+
+def test_beginnings_hold_one_document_each():
+    starts = np.array([0, 5, 17, 20])  # of 5, 12, 3 and 10 tokens
+    text = HeldOut(np.arange(30), starts, "tokens", "")
+    cut = text.beginnings(8)
+    assert cut.tokens.tolist() == [*range(5, 13), *range(20, 28), 28] and cut.document_starts.tolist() == [0, 8]
+    assert [cut.documents(np.array([start + 1, start + 7])).tolist() for start, _ in windows(17, 8)] == [[0, 0], [1, 1]]
+    assert text.beginnings(10).tokens.tolist() == [*range(5, 15), *range(20, 30), 5]  # a target for the last one
+    with pytest.raises(CableError, match="no document of tokens has 13 tokens"):
+        text.beginnings(13)
+
+
+def test_losses_by_place_are_finer_where_the_text_begins():
+    tally = Tally(HeldOut(np.arange(4097), np.zeros(1, np.int64), "tokens", ""), 4096)
+    tally.add(np.arange(4096, dtype=np.float32), 0, 0)
+    places = tally.by_place()
+    assert places[0] == (4, 1.5) and places[-1][0] == 4096 and 50 <= len(places) <= 64
+    assert all(b - a <= d - c for (a, _), (b, _), (c, _), (d, _) in zip(*(places[n:] for n in range(20, 24))))
 
 
 def test_every_length_predicts_the_same_tokens():

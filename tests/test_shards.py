@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from cable_attn.cli import app
-from cable_attn.data import train_bpe
+from cable_attn.data import embedded_corpus, train_bpe
 from cable_attn.data.shards import Request, Tokens, import_tokens, prepare, read_manifest, verify
 from cable_attn.data.sources import HUB, join_lines, open_source
 from cable_attn.data.tokenizers import find_tokenizer
@@ -207,8 +207,6 @@ def test_separate_documents_never_predict_the_next(tmp_path, texts):
 
 
 def test_masks_depend_on_the_place_alone():
-    from cable_attn.data import embedded_corpus
-
     tokenizer = train_bpe(embedded_corpus("test"), 400)
     rows = [{"input_ids": torch.randint(5, 400, (2000,))} for _ in range(3)]
     masked = Masked(rows, tokenizer, 0.15, seed=1)
@@ -240,6 +238,9 @@ def test_tokens_made_elsewhere(tmp_path):
     found = Tokens(tmp_path / "d", "train")
     assert found.slice(0, 10).tolist() == tokens.tolist() and found.document_starts.tolist() == [0, 3, 5]
     assert verify(tmp_path / "d") == []
+    tokenizer = find_tokenizer("bpe:300", embedded_corpus("test"))
+    import_tokens(tmp_path / "d", {"train": tmp_path / "a.bin.xz"}, 10, 9, tokenizer, shard_tokens=4)
+    assert (tmp_path / "d/tokenizer/tokenizer.json").is_file()  # one that comes later is kept as well
     (tmp_path / "b.bin").write_bytes(tokens[1:].tobytes())
     with pytest.raises(CableError, match="does not begin with the separator 9"):
         import_tokens(tmp_path / "e", {"train": tmp_path / "a.bin.xz", "test": tmp_path / "b.bin"}, 10, 9)

@@ -94,6 +94,9 @@ def test_a_failed_cell_does_not_stop_the_others_and_jobs_share_the_work(file, tm
     assert re.search(r"broken-0 failed: .*nowhere", done.output)
     assert set(measured(out)) == {"cable-0"}
     assert "nowhere" in (out / "broken-0" / "failure.txt").read_text()
+    file.write_text("speeds = true\n" + file.read_text())
+    refused = CliRunner().invoke(app, ["study", "run", str(file), "--out", str(out), "--jobs", "9"])
+    assert "would let them share a GPU" in str(refused.exception)
     again = CliRunner().invoke(app, ["study", "report", str(file), "--out", str(out)])
     assert again.exit_code == 0 and "Not done: broken-0" in again.output
     launched = study.command("f.toml", out, study.load(str(file)).cells()[0], ["steps=1"], ["srun", "--gpus=1"])
@@ -424,9 +427,12 @@ def test_variants_are_compared_with_the_first_on_the_same_documents():
 
     rows = [row("cable", 0, 1.0, 2.0), row("cable", 1, 1.0, 2.0), row("rope", 1, 1.5, 2.5), row("nope", 2, 1.0, 2.0)]
     rows += [row("fox", 0, 1.0, 2.0, tokens=99), {"variant": "old", "seed": 0, "results": [{"length": 64}]}]
-    told = summary.against_first(summary.Gathered("t", rows, {}, {}))
+    told = summary.ratios(summary.Gathered("t", rows, {}, {}))
     assert told.splitlines()[2:] == ["| encoding | 64 |", "|---|---|", "| rope | 1.649 (1.649 – 1.649) |"]
-    assert summary.against_first(summary.Gathered("t", rows[:2], {}, {})) == ""
+    assert summary.ratios(summary.Gathered("t", rows[:2], {}, {})) == ""
+    rows.append(row("k-cable", 1, 2.0, 3.0))
+    told = summary.ratios(summary.Gathered("t", rows, {}, {}, against={"k-cable": "rope", "fox": "nope"}))
+    assert told.splitlines()[-1] == "| k-cable over rope | 1.649 (1.649 – 1.649) |" and "fox" not in told
 
 
 def test_a_figure_keeps_close_rivals_apart_beside_one_that_fails(monkeypatch, tmp_path):

@@ -11,7 +11,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,9 @@ from cable_attn.errors import CableError, reason
 LOGIT_ELEMENTS = 2**26
 """How many logits may exist at once (256 MiB in fp32)."""
 PLACES = 64
-"""Into how many stretches a window is divided when losses are told by place."""
+"""Into how many stretches a window is divided when losses are told by place: each as much longer than the last."""
+FIRST_PLACES = 1024
+"""What part of the window the first one is."""
 RESAMPLES = 2000
 DRAWN = 2**22
 """How many draws may exist at once."""
@@ -53,7 +55,18 @@ class HeldOut:
     tokenizer: Any = None
 
     def first(self, count: int) -> HeldOut:
-        return HeldOut(self.tokens[:count], self.document_starts, self.source, self.sha256, self.tokenizer)
+        return replace(self, tokens=self.tokens[:count])
+
+    def beginnings(self, count: int) -> HeldOut:
+        """Of each document the first ``count`` tokens, if it has them: a window of so many holds one document only."""
+        ends = [*self.document_starts[1:], len(self.tokens)]
+        long = [start for start, end in zip(self.document_starts, ends) if end - start >= count]
+        if not long:
+            raise CableError(f"no document of {self.source} has {count} tokens.")
+        tokens = np.concatenate([self.tokens[start : start + count] for start in long])
+        last = long[-1] + count  # the target of the last token
+        tokens = np.concatenate([tokens, self.tokens[last : last + 1] if last < len(self.tokens) else tokens[:1]])
+        return replace(self, tokens=tokens, document_starts=np.arange(len(long)) * count)
 
     def documents(self, targets: np.ndarray) -> np.ndarray:
         """The number of each target's document."""
@@ -73,8 +86,14 @@ def from_shards(folder: Path, split: str, limit: int | None = None, tokenizer: A
     return HeldOut(tokens, shards.document_starts, f"{folder}, {split}", shards.manifest_hash, tokenizer)
 
 
-def find_held_out(path: str, split: str, tokens: int, tokenizer: Any) -> HeldOut:
-    """``embedded`` (the test novel) or a folder of shards; at most about ``tokens`` of it, 0 for all."""
+def find_held_out(path: str, split: str, tokens: int, tokenizer: Any, beginnings: int = 0) -> HeldOut:
+    """``embedded`` (the test novel) or a folder of shards; at most about ``tokens`` of it, 0 for all.
+
+    beginnings: only that of each document, so many tokens, where there are as many.
+    """
+    if beginnings:
+        text = find_held_out(path, split, 0, tokenizer).beginnings(beginnings)
+        return text.first(tokens // beginnings * beginnings + 1) if tokens else text
     if path != "embedded":
         return from_shards(Path(path), split, tokens or None, tokenizer)
     text = from_texts(embedded_corpus("test"), tokenizer, "embedded corpus, test")
@@ -168,7 +187,8 @@ class Tally:
 
     def by_place(self) -> list[tuple[int, float]]:
         """(last place of a stretch, counted from 1; mean loss there)."""
-        edges = np.unique(np.linspace(0, len(self.place_sums), PLACES + 1).round().astype(int))
+        length = len(self.place_sums)
+        edges = np.unique([0, *np.geomspace(length / FIRST_PLACES, length, PLACES).round().astype(int)])
         told = []
         for begin, end in pairwise(edges):
             count = self.place_counts[begin:end].sum()
@@ -199,16 +219,18 @@ def evaluate(
     require_window(held_out.tokens, max(lengths) + 1, "the held-out text")
     rows = []
     for length in lengths:
-        began = time.monotonic()
-        if model.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(model.device)
         try:
+            if model.device.type == "cuda":  # kernels of this length are made before the clock runs
+                measure(model, held_out.first(max(length, batch_tokens) + 1), length, stride, batch_tokens)
+                torch.cuda.reset_peak_memory_stats(model.device)
+            began = time.monotonic()
             tally = measure(model, held_out, length, stride, batch_tokens, watch)
+            seconds = time.monotonic() - began
         except (CableError, torch.OutOfMemoryError) as error:
             told = str(error) if isinstance(error, CableError) else reason(error)
             rows.append({"length": length, "error": told})
             continue
-        rows.append({"length": length, **_result(tally, held_out, stride), "seconds": time.monotonic() - began})
+        rows.append({"length": length, **_result(tally, held_out, stride), "seconds": seconds})
         if model.device.type == "cuda":
             rows[-1]["peak_memory_mib"] = round(torch.cuda.max_memory_allocated(model.device) / 2**20)
     return rows

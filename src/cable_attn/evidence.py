@@ -71,12 +71,17 @@ class Stored:
             raise CableError(f"{str(self.folder)!r} holds no results yet.")
         paper = findings.paper(self.study.paper)
         self.gathered = Gathered(
-            self.study.title, rows, {}, paper["rows"] if paper else {}, studies.baseline(self.folder)
+            self.study.title,
+            rows,
+            {},
+            paper["rows"] if paper else {},
+            studies.baseline(self.folder),
+            self.study.against,
         )
 
     def section(self) -> str:
         tables = [_with_caption(table) for table in self.tables()]
-        tables += [told] if (told := summary.against_first(self.gathered)) else []
+        tables += [told] if (told := summary.ratios(self.gathered)) else []
         pictures = [self._picture(figure) for figure in summary.figures(self.gathered)]
         return "\n\n".join([*tables, *pictures, self._runs(), self._source()])
 
@@ -110,7 +115,7 @@ class Stored:
             if row.get(str(at))
         }
         title = f"Perplexity over that at {at} tokens. The paper's, {entry['where']}: {entry['what']}"
-        return LengthTable(title, ours, at, theirs, digits=3)
+        return LengthTable(title, ours, at, theirs, digits=3, marks_best=False)
 
     def _speeds(self) -> LengthTable:
         values = findings.reading_speeds(self.gathered.rows)

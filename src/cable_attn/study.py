@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,8 @@ class Reading:
     split: str = "validation"
     tokens: int = 0
     """At most about so many; 0: all."""
+    beginnings: int = 0
+    """Of each document only the first so many tokens, if it has them, so that no window holds two; 0: all of it."""
     same_tokens: bool = False
     stride: int = 0
     batch_tokens: int = 16384
@@ -93,6 +96,8 @@ class Study:
     """Name → a variant (``of``) and fields of the config with which its trained models are read once more."""
     speeds: bool = False
     """Its cells have the machine to themselves: tell how fast each reads."""
+    against: dict[str, str] = field(default_factory=dict)
+    """Variant → the one that its perplexity is told over; default: of all over the first."""
     trained_by: str = ""
     """Another study whose models are read here, from the folder beside this one."""
     retrieval: Retrieval | None = None
@@ -159,6 +164,9 @@ def check(study: Study) -> None:
             raise unknown("variant in seeds_of", variant, list(study.variants))
     for name, changes in study.again.items():
         _check_again(study, name, changes)
+    for variant in [*study.against, *study.against.values()]:
+        if variant not in [*study.variants, *study.again]:
+            raise unknown("variant in against", variant, [*study.variants, *study.again])
     for cell in study.cells():
         pretraining.plan(cell.recipe())
         if study.retrieval is not None and cell.recipe().model.family != "bert":
@@ -327,8 +335,15 @@ def check_reading(cell: Cell) -> None:
     if not lengths:
         return
     is_embedded = path == "embedded"
-    tokens = len(embedded_corpus("test")[0].text.encode()) if is_embedded else len(Tokens(Path(path), reading.split))
-    available = min(tokens, reading.tokens + 1) if reading.tokens else tokens  # of the embedded text at most so many
+    if is_embedded:
+        tokens, starts = len(embedded_corpus("test")[0].text.encode()), [0]  # at most so many
+    else:
+        shards = Tokens(Path(path), reading.split)
+        tokens, starts = len(shards), list(shards.document_starts)
+    if reading.beginnings:
+        _check_beginnings(reading.beginnings, lengths)
+        tokens = reading.beginnings * sum(b - a >= reading.beginnings for a, b in pairwise([*starts, tokens])) + 1
+    available = min(tokens, reading.tokens + 1) if reading.tokens else tokens
     needed = math.lcm(*lengths) if reading.same_tokens else max(lengths)
     if available <= needed:
         what = f"lengths that predict the same tokens need {needed}" if reading.same_tokens else f"{needed} needs"
@@ -337,6 +352,15 @@ def check_reading(cell: Cell) -> None:
         return
     if reading.passkey and not (Path(cell.recipe().data.path) / "tokenizer").is_dir():
         raise CableError(f"reading.passkey needs a tokenizer with the tokens in {cell.recipe().data.path!r}.")
+
+
+def _check_beginnings(beginnings: int, lengths: list[int]) -> None:
+    wrong = [length for length in lengths if beginnings % length]
+    if wrong:
+        raise CableError(
+            f"reading.beginnings={beginnings} must be a multiple of every length, and is none of {wrong[0]}: a window would "
+            "hold two documents."
+        )
 
 
 def _trained(cell: Cell, out: Path, watch: Watcher | None) -> Path:
@@ -430,8 +454,9 @@ def _read(cell: Cell, folder: Path, own: Path, watch: Watcher | None) -> dict[st
         result |= retrieval_cell.run(folder, own, study.retrieval, study.lengths, cell.seed, on_share)
     if recipe.model.family == "bert":  # otherwise the loss of its training is all there is to read
         return {**result, "results": []}
+    reading = study.reading
     text = find_held_out(
-        study.reading.path or recipe.data.path, study.reading.split, study.reading.tokens, tokenizer_of(folder)
+        reading.path or recipe.data.path, reading.split, reading.tokens, tokenizer_of(folder), reading.beginnings
     )
     result |= {"data": {"source": text.source, "sha256": text.sha256}} | _read_model(cell, folder, {}, text, watch)
     if cell.again:

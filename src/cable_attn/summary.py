@@ -48,6 +48,8 @@ class Gathered:
     paper: Mapping[str, Mapping[str, float | None]]
     words: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """BM25's numbers for each collection."""
+    against: Mapping[str, str] = field(default_factory=dict)
+    """Variant → the one that its perplexity is told over; default: of all over the first."""
 
     @property
     def trained_at(self) -> int:
@@ -100,8 +102,8 @@ def length_tables(gathered: Gathered) -> dict[str, LengthTable]:
     return tables
 
 
-def against_first(gathered: Gathered) -> str:
-    """Markdown: each variant's perplexity over the first one's, where both were read on the same documents."""
+def ratios(gathered: Gathered) -> str:
+    """Markdown: perplexities over another variant's, where both were read on the same documents."""
     found: dict[str, dict[int, dict[int, ByDocument]]] = {}
     for row in findings.with_again(gathered.rows):
         for result in row["results"]:
@@ -109,13 +111,18 @@ def against_first(gathered: Gathered) -> str:
                 seeds = found.setdefault(row["variant"], {}).setdefault(result["length"], {})
                 seeds[row["seed"]] = result["by_document"]
     first = gathered.rows[0]["variant"]
-    base = found.pop(first, {})
-    lines = [[name, *(_over(own.get(length, {}), base[length]) for length in base)] for name, own in found.items()]
-    lines = [line for line in lines if set(line[1:]) - {"–"}]
+    pairs = gathered.against or {name: first for name in found if name != first}
+    lengths = sorted({length for own in found.values() for length in own})
+    lines = []
+    for name, base in pairs.items():
+        ours, theirs = found.get(name, {}), found.get(base, {})
+        cells = [_over(ours.get(length, {}), theirs.get(length, {})) for length in lengths]
+        lines += [[f"{name} over {base}" if gathered.against else name, *cells]] if set(cells) - {"–"} else []
     if not lines:
         return ""
-    title = f"**Perplexity over {first}'s on the same documents; in brackets 95 % of it when they are drawn anew**"
-    return f"{title}\n\n{markdown_table(['encoding', *map(str, base)], lines)}"
+    over = "Perplexity over another's" if gathered.against else f"Perplexity over {first}'s"
+    title = f"**{over} on the same documents; in brackets 95 % of it when they are drawn anew**"
+    return f"{title}\n\n{markdown_table(['encoding', *map(str, lengths)], lines)}"
 
 
 def _over(ours: dict[int, ByDocument], theirs: dict[int, ByDocument]) -> str:

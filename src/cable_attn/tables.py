@@ -36,6 +36,7 @@ class LengthTable:
     paper: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
     digits: int = 2
     lower_is_better: bool = True
+    marks_best: bool = True
 
     @property
     def lengths(self) -> list[int]:
@@ -44,10 +45,14 @@ class LengthTable:
     def header(self) -> list[str]:
         return [f"{length} ({length / self.trained_at:g}×)" for length in self.lengths]
 
+    @property
+    def _compares(self) -> bool:
+        return self.marks_best and len(self.values) > 1
+
     def is_best(self, name: str, length: int) -> bool:
         means = [statistics.fmean(row[length]) for row in self.values.values() if row.get(length)]
         finite = [mean for mean in means if math.isfinite(mean)]
-        if not finite or len(self.values) < 2 or not self.values[name].get(length):
+        if not finite or not self._compares or not self.values[name].get(length):
             return False
         best = min(finite) if self.lower_is_better else max(finite)
         return statistics.fmean(self.values[name][length]) == best
@@ -68,7 +73,7 @@ class LengthTable:
     def caption(self) -> str:
         better = "Lower" if self.lower_is_better else "Higher"
         told = f"Trained on {self.trained_at} tokens. {better} is better"
-        told += "; the best of each length in bold." if len(self.values) > 1 else "."
+        told += "; the best of each length in bold." if self._compares else "."
         seeds = {len(found) for row in self.values.values() for found in row.values()}
         if max(seeds, default=1) > 1:
             told += " Mean ± deviation over seeds."

@@ -34,7 +34,7 @@ LARGEST_HEAD = 256
 PROGRAMS = 2048
 """How many programs at least sum the gradient of a table, if the batch can be cut into so many."""
 FEW_SCORES = 2**30
-"""With fewer in all (16 heads of 8192 tokens), none is left out: to find out which can be takes longer."""
+"""With fewer in a text (16 heads of 8192 tokens), none is left out: to find out which can be takes longer."""
 
 
 def refuses(call: Call) -> str | None:
@@ -126,8 +126,8 @@ def _fused(call: Call) -> tuple[Tensor, ...]:
 
 
 def _share_to_prune(call: Call) -> float:
-    batch, heads, queries, _ = call.q.shape
-    return call.prune if call.prune and batch * heads * queries * call.k.shape[2] >= FEW_SCORES else 0.0
+    _, heads, queries, _ = call.q.shape
+    return call.prune if call.prune and heads * queries * call.k.shape[2] >= FEW_SCORES else 0.0
 
 
 def _table(bias: Bias, call: Call) -> tuple[Tensor, int]:

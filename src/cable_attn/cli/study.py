@@ -103,6 +103,8 @@ def run_study(
         return
     folder = out or _folder(study)
     wanted = names(only, "--only") if only else []
+    if study.speeds and not launcher:
+        _require_own_gpus(study, jobs)
     if jobs == 1 and not launcher:
         failed = _run_here(study, folder, wanted)
     else:
@@ -324,6 +326,17 @@ def _run_here(study: Any, folder: Path, only: list[str]) -> dict[str, str]:
             raise typer.Exit(stopped.exit_code) from None
 
 
+def _require_own_gpus(study: Any, jobs: int) -> None:
+    import torch
+
+    most = max(torch.cuda.device_count(), 1)
+    if jobs > most:
+        raise CableError(
+            f"study {study.name!r} tells how fast its cells are, and --jobs {jobs} would let them share a GPU. "
+            f"Give --jobs {most}."
+        )
+
+
 def _run_in_processes(
     study: Any, file: str, overrides: list[str], folder: Path, only: list[str], jobs: int, launcher: list[str]
 ) -> dict[str, str]:
@@ -374,7 +387,9 @@ def _report(study: Any, folder: Path) -> Path | None:
         return None
     paper = findings.paper(study.paper)
     theirs = paper["rows"] if paper else {}
-    gathered = summary.Gathered(study.title, rows, summary.failures(folder), theirs, studies.baseline(folder))
+    gathered = summary.Gathered(
+        study.title, rows, summary.failures(folder), theirs, studies.baseline(folder), study.against
+    )
     tables = summary.length_tables(gathered)
     for name, table in tables.items():
         _write_table(table, folder / name)

@@ -164,6 +164,8 @@ def _begin(
                 f"{request.source!r} has changed since its tokens were made. Choose another folder, or delete "
                 f"{str(folder)!r}."
             )
+        if save_tokenizer is not None and not (folder / "tokenizer").is_dir():
+            save_tokenizer(folder / "tokenizer")
         return manifest
     if any(path.name not in ("tokenizer", STATE) and not path.name.endswith(".partial") for path in folder.iterdir()):
         raise CableError(f"{str(folder)!r} is not empty and holds no {MANIFEST}. Choose another folder.")
