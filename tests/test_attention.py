@@ -226,6 +226,14 @@ def test_soft_capping_is_only_in_the_reference():
         attention(q, k, v, softcap=1.0, backend="sdpa")
 
 
+@pytest.mark.parametrize("backend", ["auto", "sdpa", "reference"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_nothing_in_nothing_out(backend, causal):
+    full = torch.zeros(2, 4, 5, 8)
+    assert attention(full[:0], full[:0], full[:0], causal=causal, backend=backend).shape == (0, 4, 5, 8)
+    assert attention(full[:, :, :0], full, full, causal=causal, backend=backend).shape == (2, 4, 0, 8)
+
+
 def test_mix_is_only_in_the_reference_and_explained():
     q, k, v = make_inputs(1, 1, 1, 4, 4, dim=8)
     with pytest.raises(CableError, match=r"sdpa: .*\(mix\)"):

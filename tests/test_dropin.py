@@ -7,10 +7,12 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import accelerate
 import peft
 import pytest
 import torch
 import transformers as hf
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from cable_attn import CableError, add_cable, remove_cable
 
@@ -202,6 +204,30 @@ def test_checkpointing_and_compiling_change_nothing(name):
     assert all(a is b or torch.allclose(a, b, atol=1e-4) for a, b in zip(grads, again))
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_a_padded_batch_compiles_to_one_graph(name):
+    model, mask = make(name, "cable"), torch.ones_like(TEXT)
+    mask[0, :4] = 0
+    cached = {"use_cache": False} if name in CAUSAL else {}
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)(TEXT, attention_mask=mask, **cached)
+    plain = model(TEXT, attention_mask=mask, **cached)
+    assert torch.allclose(compiled.logits[mask.bool()], plain.logits[mask.bool()], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_static_cache_and_padding_share_one_graph_for_all_steps(name):
+    model, mask = make(name, "cable"), torch.ones_like(TEXT)
+    mask[0, :4] = 0
+    wanted = model.generate(TEXT, attention_mask=mask, use_cache=False, **GREEDY)
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("eager")
+    model.forward = torch.compile(model.forward, backend=counter, fullgraph=True)
+    options = {"cache_implementation": "static", "disable_compile": True}
+    assert torch.equal(model.generate(TEXT, attention_mask=mask, **GREEDY, **options), wanted)
+    assert counter.frame_count <= 3  # the prompt, and the steps behind it
+
+
 def test_lora_leaves_the_encoding_trainable():
     model = make("llama", "cable", keep_positions=True)
     config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["cable"], r=2)
@@ -347,6 +373,38 @@ def test_a_config_alone_makes_a_model_that_starts_as_it_should(keep):
         assert bool((encoding.step.weight == 0).all()) == keep
 
 
+@pytest.mark.parametrize("encoding", ["cable", "t5", "fire", "kerple-log"])
+def test_weights_without_the_encoding_get_one_that_starts_as_it_should(encoding, tmp_path):
+    make("llama").save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    config = add_cable(hf.AutoModelForCausalLM.from_pretrained(tmp_path), encoding).config
+    own = hf.AutoModelForCausalLM.from_pretrained(tmp_path, config=config).model.layers[1].self_attn.cable
+    fresh = hf.AutoModelForCausalLM.from_config(config).model.layers[1].self_attn.cable
+    for (name, a), (_, b) in zip(own.named_parameters(), fresh.named_parameters(), strict=True):
+        assert torch.isfinite(a).all() and float((a.mean() - b.mean()).abs()) < 0.5, name
+        assert bool((a == a.flatten()[0]).all()) == bool((b == b.flatten()[0]).all()), name
+
+
+def test_a_neutral_start_does_not_need_weights_of_its_own(tmp_path):
+    plain = make("llama")
+    plain.save_pretrained(tmp_path)
+    config = make("llama", "cable", keep_positions=True).config
+    loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path, config=config, attn_implementation="eager").eval()
+    assert torch.allclose(loaded(TEXT).logits, plain(TEXT).logits, atol=1e-4)
+    assert remove_cable(loaded).config._attn_implementation == "eager"
+    assert torch.allclose(loaded(TEXT).logits, plain(TEXT).logits, atol=1e-5)
+
+
+@pytest.mark.parametrize("encoding", ["cable", "t5", "kerple-log", "alibi"])
+def test_an_encoding_may_be_offloaded_with_its_layer(encoding):
+    model = make("llama", encoding)
+    wanted = model(TEXT).logits
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    assert torch.equal(model(TEXT).logits, wanted)
+    with pytest.raises(CableError, match="are offloaded"):
+        add_cable(accelerate.cpu_offload(make("llama"), execution_device=torch.device("cpu")))
+
+
 def test_models_of_one_config_are_changed_one_by_one():
     config = hf.LlamaConfig(**GROUPED)
     first, second = hf.LlamaForCausalLM(config).eval(), hf.LlamaForCausalLM(config).eval()
@@ -376,6 +434,15 @@ def test_what_it_does_not_take_is_refused_by_name():
         add_cable(cross)
     with pytest.raises(CableError, match=r"got a PeftModel.*add_cable first"):
         add_cable(peft.get_peft_model(make("llama"), peft.LoraConfig(target_modules=["q_proj"], r=2)))
+    with pytest.raises(CableError, match="each layer has an encoding of its own"):
+        add_cable(make("llama"), "t5", shared=True)
+    prefix = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with pytest.raises(CableError, match="no potential is known"):
+        peft.get_peft_model(make("llama", "cable"), prefix)(input_ids=TEXT, attention_mask=torch.ones_like(TEXT))
+    inside = make("llama")
+    add_cable(inside.model)
+    with pytest.raises(CableError, match="has an encoding already"):
+        add_cable(inside)
     with pytest.raises(CableError, match="got a Linear"):
         remove_cable(torch.nn.Linear(2, 2))
     with pytest.raises(CableError, match="attn_logit_softcapping"):

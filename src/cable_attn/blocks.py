@@ -44,8 +44,7 @@ class CableBias(nn.Module):
         """x [B, T, dim]; key_mask [B, T] is false for padding; document_ids [B, T] for packed documents."""
         length = x.shape[1]
         layout = Layout(length, length, 0, x.device, self.causal, key_mask=key_mask, document_ids=document_ids)
-        bias = self.encoding.bias(x, layout)
-        assert bias is not None
+        bias: Bias = self.encoding(x, layout)
         return bias
 
 

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.cache_utils import StaticLayer
-from transformers.masking_utils import flash_attention_mask
 
 from cable_attn.attention import BACKENDS, attend, attention_weights, make_call
 from cable_attn.blocks import find_bias_encoding
@@ -72,11 +71,19 @@ def add_cable(
     is added to them, and starts so that the model says what it said before. options: the encoding's own.
     """
     _require_model(model, "add_cable")
-    if getattr(model.config, NAME, None) is not None:
+    if getattr(model.config, NAME, None) is not None or _encodings(model):
         raise CableError("this model has an encoding already. remove_cable(model) takes it out.")
     family = _family(model)
     require_known("attention backend", backend, ["auto", *BACKENDS])
-    find_bias_encoding(encoding, options, _is_causal(_layers(model, family)[0]))
+    layers = _layers(model, family)
+    find_bias_encoding(encoding, options, _is_causal(layers[0]))
+    if options.get("shared"):
+        raise CableError("shared=True is for the models of this package: here each layer has an encoding of its own.")
+    if any(next(layer.parameters()).is_meta for layer in layers):
+        raise CableError(
+            "some layers of this model are offloaded. Load it without, add_cable, save it: what was saved can then be "
+            "loaded with offloading."
+        )
     learns = encoding in LEARNED
     if keep_positions and not learns:
         raise CableError(
@@ -126,8 +133,15 @@ def remove_cable(model: PreTrainedModel) -> PreTrainedModel:
     if getattr(model.config, NAME, None) is None:
         raise CableError("this model has no encoding that add_cable gave it.")
     _uninstall(model)
-    model.set_attn_implementation(model.__dict__.pop("_cable_before", "sdpa"))
+    before = [module.__dict__.pop("_cable_before", "sdpa") for module in model.modules()]  # of it, or one inside it
+    model.set_attn_implementation(next((name for name in before if name != "sdpa"), "sdpa"))
     return model
+
+
+def _encodings(model: nn.Module) -> list[Encoding]:
+    """Those that add_cable has put there."""
+    found = [getattr(module, NAME, None) for module in model.modules()]
+    return [encoding for encoding in found if isinstance(encoding, Encoding)]
 
 
 def _uninstall(model: PreTrainedModel) -> None:
@@ -179,7 +193,7 @@ def _install(model: PreTrainedModel) -> None:
         encoding = find_bias_encoding(said["encoding"], said["options"], causal)(geometry, **said["options"])
         layer.cable = encoding.to(next(layer.parameters()).device, model.dtype)  # a layer's own may be 4 or 8 bits
         if said["keep_positions"]:
-            _start_neutral(layer.cable)
+            _start_neutral(encoding)
         if not any(True for _ in encoding.parameters()):  # or nobody would miss it where cable_attn is not imported
             encoding.register_buffer("is_there", torch.ones(1, device=model.device))
         layer._cable_remembers = isinstance(encoding, PotentialEncoding)  # asked here: an adapter may wrap it later
@@ -227,6 +241,15 @@ def _of_any_length(embeddings: Any, args: Any, kwargs: dict[str, Any]) -> tuple[
     return (), given
 
 
+def _start(encoding: Any, keep_positions: bool) -> None:
+    """As the encoding begins; what has been loaded already stays, as transformers' own initialisation lets it."""
+    for part in reversed(list(encoding.modules())):
+        if hasattr(part, "reset_parameters"):
+            part.reset_parameters()
+    if keep_positions:
+        _start_neutral(encoding)
+
+
 def _start_neutral(encoding: Any) -> None:
     nn.init.zeros_(encoding.step.weight)
     nn.init.constant_(encoding.step.bias, NEUTRAL_STEP)
@@ -259,6 +282,11 @@ def _prepare(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[
     if cache is not None:
         memory = CachedPotential(cache, module.layer_idx, module.config.num_hidden_layers)
         start, keys = _place(cache, module.layer_idx, x.shape[1])
+        if module._cable_remembers and isinstance(start, int) and start > 0 and not memory.is_kept:
+            raise CableError(
+                "the cache holds keys of which no potential is known: it was filled without the encoding, as by prefix "
+                "tuning or before add_cable. Begin with an empty one."
+            )
     layout = Layout(x.shape[1], keys, start, x.device, _is_causal(module))
     if cache is not None and isinstance(start, int) and start < (seen := int(cache.get_seq_length(module.layer_idx))):
         layout.known_positions = given.get("position_ids")  # what padding there was is forgotten with its keys
@@ -271,7 +299,7 @@ def _prepare(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[
         layout.document_ids = mask
     else:
         layout.key_mask = key_mask(mask, keys)
-    bias = module.cable.bias(x, layout, memory if module._cable_remembers else None)
+    bias = module.cable(x, layout, memory if module._cable_remembers else None)
     return args, {**kwargs, CALL: (layout, bias)}
 
 
@@ -316,10 +344,14 @@ def _mask(
     batch_size: int, q_length: int, kv_length: int, mask_function: Any, attention_mask: Tensor | None = None,
     device: Any = None, **kwargs: Any,
 ) -> Tensor | None:  # fmt: skip
-    """Under the same name in its mask interface: [B, T], as flash attention has it, or the number of each token's
-    document where ``mask_function`` lets a token not see the one before."""
-    if attention_mask is not None or q_length != kv_length or q_length == 1:
-        return flash_attention_mask(batch_size, q_length, kv_length, attention_mask=attention_mask)
+    """Under the same name in its mask interface: which keys are real [B, T], or the number of each token's document
+    where ``mask_function`` lets a token not see the one before."""
+    if attention_mask is not None:
+        attention_mask = attention_mask[:, -kv_length:]
+        looks = attention_mask.shape[1] == kv_length and not torch.compiler.is_compiling()
+        return None if looks and bool(attention_mask.all()) else key_mask(attention_mask, kv_length)
+    if q_length != kv_length or q_length == 1:
+        return None
     text, place = torch.arange(batch_size, device=device)[:, None], torch.arange(q_length, device=device)[None]
     together = mask_function(text, torch.zeros_like(text), place[:, 1:], place[:, :-1]).expand(batch_size, -1)
     if not torch.compiler.is_compiling() and bool(together.all()):
@@ -336,18 +368,27 @@ def _remember_in_post_init() -> None:
     plain = PreTrainedModel.post_init
 
     def post_init(self: PreTrainedModel) -> None:
-        inside = [getattr(module, NAME, None) for module in self.modules()]
-        inner = [encoding for encoding in inside if isinstance(encoding, Encoding)]
+        inner = _encodings(self)
         begun = [{key: value.clone() for key, value in encoding.state_dict().items()} for encoding in inner]
         plain(self)
         for encoding, state in zip(inner, begun):  # those of a model inside this one, which was just initialised again
             encoding.load_state_dict(state)
         if getattr(self.config, NAME, None) and not inner:
+            before = self.config._attn_implementation
             _install(self)
+            self.__dict__["_cable_before"] = "sdpa" if before == NAME else before
+
+    initialise = PreTrainedModel._initialize_weights
+
+    def _initialize_weights(self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        initialise(self, module, *args, **kwargs)
+        if isinstance(module, Encoding) and getattr(self.config, NAME, None):  # weights may lack what the config tells
+            _start(module, self.config.cable["keep_positions"])
 
     if not getattr(plain, "knows_cable", False):
         post_init.knows_cable = True  # type: ignore[attr-defined]
         PreTrainedModel.post_init = post_init  # type: ignore[method-assign]
+        PreTrainedModel._initialize_weights = _initialize_weights  # type: ignore[method-assign]
 
 
 _remember_in_post_init()

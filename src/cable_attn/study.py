@@ -358,8 +358,8 @@ def _check_beginnings(beginnings: int, lengths: list[int]) -> None:
     wrong = [length for length in lengths if beginnings % length]
     if wrong:
         raise CableError(
-            f"reading.beginnings={beginnings} must be a multiple of every length, and is none of {wrong[0]}: a window would "
-            "hold two documents."
+            f"reading.beginnings={beginnings} must be a multiple of every length, and is none of {wrong[0]}: "
+            "a window would hold two documents."
         )
 
 

@@ -113,6 +113,8 @@ def make_call(
 
 def attend(call: Call, backend: str = "auto") -> Tensor:
     """Serve a checked call."""
+    if not call.q.numel():
+        return call.q.new_empty(*call.q.shape[:3], call.v.shape[3])
     chosen = choose(call, backend)[0]
     return chosen.run(call if chosen is fused else decoding.settled(call))
 

@@ -75,6 +75,10 @@ class Encoding(nn.Module):
         """What is added to the scores. ``x`` [B, Tq, C] is what the layer's attention reads."""
         return None
 
+    def forward(self, x: Tensor, layout: Layout, memory: PotentialMemory | None = None) -> Bias | None:
+        """:meth:`bias`, as a call that hooks and wrappers of modules take part in."""
+        return self.bias(x, layout, memory)
+
     def least_gain(self) -> Tensor | None:
         """What a unit of potential takes from any token's scores at least [H]; ``None``: it may be nothing."""
         return None

@@ -45,7 +45,8 @@ class DapeV2(Encoding):
             nn.init.zeros_(convolution.bias)
 
     def bias(self, x: Tensor, layout: Layout, memory: PotentialMemory | None = None) -> Bias | None:
-        return self.inner.bias(x, layout, memory)
+        bias: Bias | None = self.inner(x, layout, memory)
+        return bias
 
     def mix(self, scores: Tensor, bias: Tensor | None, q: Tensor, visible: Tensor) -> Tensor:
         assert bias is not None

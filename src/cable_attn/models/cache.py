@@ -24,6 +24,11 @@ class CachedPotential:
     def __init__(self, cache: Cache, layer: int, num_layers: int):
         self.cache, self.layer, self.slot = cache, layer, num_layers + layer
 
+    @property
+    def is_kept(self) -> bool:
+        layers: list[Any] = self.cache.layers
+        return self.slot < len(layers) and bool(layers[self.slot].is_initialized)
+
     def last(self, layout: Layout) -> Tensor | None:
         layer: Any = self.cache.layers[self.slot] if self.slot < len(self.cache.layers) else None
         if layer is None or not layer.is_initialized:

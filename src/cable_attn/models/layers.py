@@ -193,7 +193,7 @@ class SelfAttention(nn.Module):
         dropout = self.config.attention_dropout if self.training else 0.0
         untouched = self.norms is None and type(encoding).rotate is Encoding.rotate
         together = qkv if cache is None and untouched else None
-        bias = encoding.bias(x, layout, memory)
+        bias = encoding(x, layout, memory)
         if memory is not None and encoding.prunable and kernels_run_on(k.device) and not memory.cache.offloading:
             behind = isinstance(encoding, PotentialEncoding)
             if prune is not None:
