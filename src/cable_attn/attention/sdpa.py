@@ -17,8 +17,8 @@ from cable_attn.bias import PotentialBias
 
 NAME = "sdpa"
 COLUMN_ROWS = 4096
-"""How many rows share one centre of the potential: where a token adds about 1 to the distance, the fp32 columns are
-exact to about 2e-5 over so many tokens, and to less where it adds more."""
+"""How many rows share one centre of the potential. Over so many tokens that each add 1 to the distance, fp32 rounds a
+score with a gain of 1 to about 1e-4: the larger g c, the coarser."""
 HIDDEN_KEY = -1e9
 """The column value of a padded key: lower than any bias, for a weight of exactly 0; and 0 for all others."""
 
