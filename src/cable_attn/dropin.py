@@ -79,7 +79,7 @@ def add_cable(
     find_bias_encoding(encoding, options, _is_causal(layers[0]))
     if options.get("shared"):
         raise CableError("shared=True is for the models of this package: here each layer has an encoding of its own.")
-    if any(next(layer.parameters()).is_meta for layer in layers):
+    if any(_is_offloaded(layer) for layer in layers):
         raise CableError(
             "some layers of this model are offloaded. Load it without, add_cable, save it: what was saved can then be "
             "loaded with offloading."
@@ -136,6 +136,11 @@ def remove_cable(model: PreTrainedModel) -> PreTrainedModel:
     before = [module.__dict__.pop("_cable_before", "sdpa") for module in model.modules()]  # of it, or one inside it
     model.set_attn_implementation(next((name for name in before if name != "sdpa"), "sdpa"))
     return model
+
+
+def _is_offloaded(layer: nn.Module) -> bool:
+    """accelerate fetches its weights when they are needed; without its hooks the model is one that is only planned."""
+    return any(hasattr(part, "_hf_hook") and any(p.is_meta for p in part.parameters()) for part in layer.modules())
 
 
 def _encodings(model: nn.Module) -> list[Encoding]:

@@ -36,32 +36,59 @@ def _fill(parameter: Tensor, values: Tensor) -> None:
             parameter.copy_(values)
 
 
-def _decoded(encoding: CableNW | Cable, x: Tensor, layout: Layout, memory: PotentialMemory | None) -> TokenBias | None:
-    """The bias of one new token behind a cache of fixed size, for the kernel that attends to make."""
-    room = memory.room(layout) if memory is not None else None
-    own = type(encoding) in (CableNW, Cable, KCable)
-    strength = encoding.strength if isinstance(encoding, Cable) else None
-    if room is None or not own or layout.document_ids is not None or not kernels_serve(x, encoding.step, strength):
-        return None
-    weight, bias = (None, None) if strength is None else (strength.weight, strength.bias)
-    floor = encoding.gain_floor if isinstance(encoding, Cable) else 0.0
-    token = NewToken(x.contiguous(), encoding.step.weight, encoding.step.bias, weight, bias, floor)
-    return TokenBias(room, token, layout.key_mask, encoding.kernel)
-
-
-class CableNW(PotentialEncoding):
-    """CABLE without the gain."""
+class LearnedDistance(PotentialEncoding):
+    """Steps that are learned from the tokens, and perhaps a gain: what all of them have in common."""
 
     prunable = True
+
+    def __init__(self, geometry: Geometry, init: str, per_head_input: bool, *, has_gain: bool, gain_floor: float = 0.0):
+        super().__init__(geometry)
+        require_known("init", init, INITS)
+        self.init, self.gain_floor = init, gain_floor
+        self.step = HeadLinear(geometry, per_head_input)
+        self.strength = HeadLinear(geometry, per_head_input) if has_gain else None
+        self.reset_parameters()
+
+    def steps(self, x: Tensor) -> Tensor:
+        return self.step(x).mT.relu()
+
+    def gain(self, x: Tensor) -> Tensor | None:
+        return None if self.strength is None else nn.functional.softplus(self.strength(x).mT) + self.gain_floor
+
+    @property
+    def _is_as_here(self) -> bool:
+        """No subclass has another idea of steps and gains: then they may be made together, and by kernels."""
+        return type(self).steps is LearnedDistance.steps and type(self).gain is LearnedDistance.gain
+
+    def steps_and_gain(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        if self._is_as_here and may_read(x, self.step, self.strength):
+            return read(x, self.step, self.strength, self.gain_floor)
+        if not self._is_as_here or self.strength is None:
+            return super().steps_and_gain(x)
+        steps, strength = together(self.step, self.strength, x)
+        return steps.relu(), nn.functional.softplus(strength) + self.gain_floor
+
+    def bias(self, x: Tensor, layout: Layout, memory: PotentialMemory | None = None) -> PotentialBias | TokenBias:
+        return self._of_new_token(x, layout, memory) or super().bias(x, layout, memory)
+
+    def _of_new_token(self, x: Tensor, layout: Layout, memory: PotentialMemory | None) -> TokenBias | None:
+        """The bias of one new token behind a cache of fixed size, for the kernel that attends to make."""
+        room = memory.room(layout) if memory is not None else None
+        served = self._is_as_here and layout.document_ids is None and kernels_serve(x, self.step, self.strength)
+        if room is None or not served:
+            return None
+        weight, bias = (None, None) if self.strength is None else (self.strength.weight, self.strength.bias)
+        token = NewToken(x.contiguous(), self.step.weight, self.step.bias, weight, bias, self.gain_floor)
+        return TokenBias(room, token, layout.key_mask, self.kernel)
+
+
+class CableNW(LearnedDistance):
+    """CABLE without the gain."""
 
     def __init__(self, geometry: Geometry, *, init: str = "paper", per_head_input: bool = False):
         """init: ``paper`` starts every head with the same short window (weights N(0, 0.02), biases 0); ``spread``
         spreads the heads over time scales, as ALiBi's slopes do. per_head_input: head h reads only its slice of x."""
-        super().__init__(geometry)
-        require_known("init", init, INITS)
-        self.init = init
-        self.step = HeadLinear(geometry, per_head_input)
-        self.reset_parameters()
+        super().__init__(geometry, init, per_head_input, has_gain=False)
 
     def reset_parameters(self) -> None:
         if self.init == "spread":
@@ -73,36 +100,20 @@ class CableNW(PotentialEncoding):
     def least_gain(self) -> Tensor:
         return torch.ones(self.geometry.num_heads)
 
-    def steps(self, x: Tensor) -> Tensor:
-        return self.step(x).mT.relu()
 
-    def steps_and_gain(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        if type(self).steps is CableNW.steps and type(self).gain is CableNW.gain and may_read(x, self.step):
-            return read(x, self.step, None)
-        return super().steps_and_gain(x)
-
-    def bias(self, x: Tensor, layout: Layout, memory: PotentialMemory | None = None) -> PotentialBias | TokenBias:
-        return _decoded(self, x, layout, memory) or super().bias(x, layout, memory)
-
-
-class Cable(PotentialEncoding):
+class Cable(LearnedDistance):
     """The whole method."""
 
-    prunable = True
+    strength: HeadLinear
 
     def __init__(
         self, geometry: Geometry, *, init: str = "paper", per_head_input: bool = False, gain_floor: float = 0.0
     ):
         """init and per_head_input: as for :class:`CableNW`. gain_floor: added to the gain, so that distance always
         counts and a cache may forget for good."""
-        super().__init__(geometry)
-        require_known("init", init, INITS)
         if not (gain_floor >= 0 and math.isfinite(gain_floor)):
             raise CableError(f"gain_floor must be a number of at least 0, got {gain_floor!r}.")
-        self.init, self.gain_floor = init, gain_floor
-        self.step = HeadLinear(geometry, per_head_input)
-        self.strength = HeadLinear(geometry, per_head_input)
-        self.reset_parameters()
+        super().__init__(geometry, init, per_head_input, has_gain=True, gain_floor=gain_floor)
 
     def reset_parameters(self) -> None:
         if self.init == "spread":
@@ -110,25 +121,8 @@ class Cable(PotentialEncoding):
             _fill(self.step.bias, torch.ones_like(slope))
             _fill(self.strength.bias, slope.expm1().log())
 
-    def steps(self, x: Tensor) -> Tensor:
-        return self.step(x).mT.relu()
-
     def least_gain(self) -> Tensor | None:
         return torch.full((self.geometry.num_heads,), self.gain_floor) if self.gain_floor else None
-
-    def gain(self, x: Tensor) -> Tensor:
-        return nn.functional.softplus(self.strength(x).mT) + self.gain_floor
-
-    def bias(self, x: Tensor, layout: Layout, memory: PotentialMemory | None = None) -> PotentialBias | TokenBias:
-        return _decoded(self, x, layout, memory) or super().bias(x, layout, memory)
-
-    def steps_and_gain(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        if type(self).steps is not Cable.steps or type(self).gain is not Cable.gain:
-            return super().steps_and_gain(x)
-        if may_read(x, self.step, self.strength):
-            return read(x, self.step, self.strength, self.gain_floor)
-        steps, strength = together(self.step, self.strength, x)
-        return steps.relu(), nn.functional.softplus(strength) + self.gain_floor
 
 
 class KCable(Cable):
