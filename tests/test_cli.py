@@ -150,7 +150,7 @@ def test_eval_stores_all_that_it_measured(run, in_process, tmp_path):
     assert len({row["tokens"] for row in result["perplexity"]}) == 1  # on the same tokens
     assert {"stride": 8, "form": "needle", "lengths": [32, 256]}.items() <= result["settings"].items()
     assert {row["length"] for row in result["passkey"] if "error" not in row} == {256}
-    assert "place" in told and (tmp_path / "results.png").stat().st_size > 1000
+    assert "place" in told and (tmp_path / "results-passkey.png").stat().st_size > 1000
     code, told, err = in_process(
         "eval", checkpoint, "--lengths", "16", "--tokens", "64", "--passkey", "1", "--out", str(out)
     )
@@ -216,8 +216,10 @@ def bad_folders(run, tmp_path):
             "(recipe.train.steps was 6 and is 7)",
         ),
         (["demo", "--out", "{}/run", "--steps", "7", "--length", "16"], "With --fresh the demo begins anew"),
-        (["demo", "--out", "{}/mine", "--fresh"], "will not delete it"),
-        (["demo", "--out", "{}/runs", "--fresh"], "will not delete it"),
+        (["demo", "--out", "{}/run", "--fresh", "--encodings", "nosuch"], "unknown encoding 'nosuch'"),
+        (["train", "gpt-embedded", "seed=4294967296", "--out", "{}/seed"], "train.seed must be below 2**32"),
+        (["demo", "--out", "{}/mine", "--fresh"], "is not empty and no run of the demo"),
+        (["demo", "--out", "{}/runs"], "is not empty and no run of the demo"),
         (["demo", "--steps", "0"], "--steps"),
         (["eval", "{}/corrupt"], "cannot be loaded"),
         (["eval", "{}/mine"], "is not a checkpoint: it has no config.json"),
@@ -254,7 +256,7 @@ def test_bad_input_is_one_line_and_exit_code_2(args, words, bad_folders, in_proc
     assert words in " ".join(err.split()), err
     assert "Traceback" not in err
     after = sorted(str(path) for path in bad_folders.rglob("*"))
-    assert [path for path in after if path not in before] == [], "nothing may be left behind"
+    assert after == before, "nothing may be left behind, and nothing may go"
     assert (bad_folders / "mine" / "thesis.txt").exists()
 
 

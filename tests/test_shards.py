@@ -241,6 +241,12 @@ def test_tokens_made_elsewhere(tmp_path):
     tokenizer = find_tokenizer("bpe:300", embedded_corpus("test"))
     import_tokens(tmp_path / "d", {"train": tmp_path / "a.bin.xz"}, 10, 9, tokenizer, shard_tokens=4)
     assert (tmp_path / "d/tokenizer/tokenizer.json").is_file()  # one that comes later is kept as well
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/a.bin.xz").write_bytes(lzma.compress(tokens[:6].tobytes()))
+    with pytest.raises(CableError, match=r"is not what .* holds for train"):
+        import_tokens(tmp_path / "d", {"train": tmp_path / "other/a.bin.xz"}, 10, 9, shard_tokens=4)
+    result = CliRunner().invoke(app, ["data", "import", "../evil=a.bin", "--out", str(tmp_path / "g")])
+    assert "the name of a split" in str(result.exception)
     (tmp_path / "b.bin").write_bytes(tokens[1:].tobytes())
     with pytest.raises(CableError, match="does not begin with the separator 9"):
         import_tokens(tmp_path / "e", {"train": tmp_path / "a.bin.xz", "test": tmp_path / "b.bin"}, 10, 9)

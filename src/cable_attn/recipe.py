@@ -97,6 +97,8 @@ class Recipe:
         for name in ("lowest_learning_rate", "weight_decay", "clip", "warmup_steps", "seed", "workers"):
             if not getattr(self.train, name) >= 0:
                 raise CableError(f"train.{name} must be at least 0, got {getattr(self.train, name)}.")
+        if self.train.seed >= 2**32:
+            raise CableError(f"train.seed must be below 2**32, got {self.train.seed}.")
         if not self.train.learning_rate > 0:
             raise CableError(f"train.learning_rate must be above 0, got {self.train.learning_rate}.")
         if not all(0 <= beta < 1 for beta in self.train.betas):

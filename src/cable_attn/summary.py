@@ -202,8 +202,8 @@ def _is_run(folder: Path) -> bool:
 
 
 def _row(folder: Path) -> dict[str, Any]:
-    if (folder / studies.EVALUATION).is_file():
-        row: dict[str, Any] = read_json(folder / studies.EVALUATION)
+    row: dict[str, Any] = read_json(folder / studies.EVALUATION) if (folder / studies.EVALUATION).is_file() else {}
+    if "cell" in row:
         return row
     settings = {"recipe": asdict(recipes.load(str(folder / "recipe.toml")))}
     known = read_json(folder / "environment.json") if (folder / "environment.json").is_file() else {}
@@ -212,7 +212,8 @@ def _row(folder: Path) -> dict[str, Any]:
         "variant": folder.resolve().name,
         "settings": settings,
         "training": studies.training_record(folder),
-        "results": [],
+        "seed": settings["recipe"]["train"]["seed"],
+        "results": row.get("perplexity", []),  # cable eval may have read it
         **{key: known[key] for key in ENVIRONMENT if key in known},
     }
 

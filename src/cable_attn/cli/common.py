@@ -70,6 +70,10 @@ def working() -> Iterator[Progress]:
         torch.set_flush_denormal(False)
 
 
+MOST_SEED = 2**32 - 1
+"""What NumPy takes."""
+
+
 def numbers(text: str, option: str = "--lengths") -> list[int]:
     """``9,512`` as a list, in order."""
     parts = [part.strip() for part in text.split(",") if part.strip()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -85,6 +86,9 @@ def data_import(
     if wrong:
         raise CableError(f"each file is SPLIT=FILE, like train=books.bin; got {wrong[0]!r}.")
     splits = [split for split, _, _ in pairs]
+    odd = [split for split in splits if not re.fullmatch(r"[\w-]+", split)]
+    if odd:
+        raise CableError(f"the name of a split has letters, digits, - and _ only; got {odd[0]!r}.")
     twice = [split for split in splits if splits.count(split) > 1]
     if twice:
         raise CableError(f"split {twice[0]!r} is given twice. Join its files first: cat a.bin b.bin > all.bin")

@@ -39,7 +39,9 @@ def evaluate(
     tasks: Annotated[str, typer.Option(help="Tasks of lm-evaluation-harness, like hellaswag,lambada.")] = "",
     task_folder: Annotated[Path | None, typer.Option(help="Where their files are, to work offline.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Of each task only the first so many items.")] = None,
-    out: Annotated[Path | None, typer.Option(help="JSON file for the results and all that they depend on.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="JSON file for results and what they depend on; figures beside it.")
+    ] = None,
 ) -> None:
     """Perplexity at many lengths; on request passkey retrieval and the tasks of lm-evaluation-harness.
 
@@ -84,7 +86,7 @@ def evaluate(
         console.print(_passkey_table(result["passkey"]))
         _store(out, result)
         if out is not None and any("error" not in row for row in result["passkey"]):
-            _draw_passkey(result["passkey"], out.with_suffix(""))
+            _draw_passkey(result["passkey"], out.with_name(f"{out.stem}-passkey"))
     if tasks:
         from cable_attn.harness import run_tasks
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from cable_attn.cli.common import MOST_SEED
 from cable_attn.errors import CableError, require_known
 
 CACHES = ("dynamic", "static")
@@ -22,7 +23,7 @@ def generate(
     tokens: Annotated[int, typer.Option("--tokens", "-n", min=1, help="How many to add at most.")] = 200,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token each time.")] = 0.8,
     top_p: Annotated[float, typer.Option(min=0, max=1, help="Draw from the likeliest tokens of this share.")] = 0.95,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="The same seed gives the same text.")] = 0,
     cache: Annotated[str, typer.Option(help="dynamic, or static: of fixed size, so that a GPU compiles once.")] = (
         "dynamic"
     ),

@@ -240,11 +240,15 @@ def plot_loss(
     if tuned and len(tuned) < len(sources):
         raise CableError("give runs of fine-tuning or of pre-training, not both: their losses do not compare.")
     if tuned:
-        curves = {Path(source).name: curve for source, curve in tuned.items()}
+        short = [Path(source).name for source in tuned]
+        curves = {name if short.count(name) == 1 else source: tuned[source] for name, source in zip(short, tuned)}
         labels = {"what": "contrastive loss", "along": "updates"}
     else:
-        rows = [row for source in sources for row in summary.gather(_find_study(source)[0]).rows]
-        curves, labels = {row["cell"]: row["training"]["curve"] for row in rows if row["training"].get("curve")}, {}
+        found = [(source, row) for source in sources for row in summary.gather(_find_study(source)[0]).rows]
+        found = [(source, row) for source, row in found if row["training"].get("curve")]
+        cells = [row["cell"] for _, row in found]
+        names = [cell if cells.count(cell) == 1 else f"{cell} of {source}" for cell, (source, _) in zip(cells, found)]
+        curves, labels = {name: row["training"]["curve"] for name, (_, row) in zip(names, found)}, {}
     if not any(curves.values()):
         raise CableError(f"{', '.join(sources)}: no loss was logged yet.")
     stem = _stem(out, "loss")

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
-from cable_attn.cli.common import console, numbers, say, working
+from cable_attn.cli.common import MOST_SEED, console, numbers, say, working
 from cable_attn.errors import CableError
 
 app = typer.Typer(
@@ -33,7 +33,7 @@ def train(
         int, typer.Option(min=0, help="Above 0: large batches from parts of so many texts (GradCache).")
     ] = 0,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many triplets.")] = None,
-    seed: Annotated[int, typer.Option(help="Order and dropout.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Order and dropout.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was cut off.")] = False,
 ) -> None:
     """Fine-tune an encoder so that queries lie near their passages.

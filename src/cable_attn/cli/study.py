@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from cable_attn.cli.common import console, names, say, working
+from cable_attn.cli.common import MOST_SEED, console, names, say, working
 from cable_attn.errors import CableError, require_known
 
 app = typer.Typer(
@@ -165,9 +165,15 @@ def reproduce(
         raise CableError("Figure 3 is speed and memory, which has no study: cable bench train, and cable bench decode.")
     require_known("table or study", what, [*PAPER, *studies.builtin()])
     failed = False
-    for name in PAPER.get(what, [what]):
+    wanted = PAPER.get(what, [what])
+    for name in wanted:
         try:
             run_study(name, overrides, None, "", jobs, "", dry_run)
+        except CableError as error:
+            if len(wanted) == 1:
+                raise
+            say(f"{name}: {error}")
+            failed = True
         except typer.Exit as stopped:
             if stopped.exit_code != 1:  # asked to stop
                 raise
@@ -187,7 +193,7 @@ def demo(
     steps: Annotated[int, typer.Option(min=1, help="Training steps for each encoding.")] = 600,
     length: Annotated[int, typer.Option(min=2, help="Training length in tokens; read at 1 to 16 times that.")] = 128,
     eval_tokens: Annotated[int, typer.Option(min=1, help="About how many held-out tokens to predict.")] = 32768,
-    seed: Annotated[int, typer.Option(help="The same seed on the same machine gives the same numbers.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Same seed and machine, same numbers.")] = 0,
     fresh: Annotated[bool, typer.Option("--fresh", help="Throw an earlier run in the folder away.")] = False,
 ) -> None:
     """Train a small GPT with each encoding on short windows and read text 16 times longer.
@@ -207,9 +213,9 @@ def demo(
 
     wanted = names(encodings, "--encodings")
     documents = None if text is None else hold_out(read_texts(text))
-    if fresh and out.exists():
-        _forget(out)
-    is_new = not out.exists()
+    is_new = not out.is_dir() or not any(out.iterdir())
+    if not is_new and not (out / MARK).exists():
+        raise CableError(f"{str(out)!r} is not empty and no run of the demo. Choose another folder with --out.")
     lengths = [length * multiple for multiple in MULTIPLES]
     overrides = [f"steps={steps}", f"warmup_steps={steps // 20}", f"length={length}", f"tokens_per_update={4 * length}"]
     if text is not None:
@@ -220,6 +226,9 @@ def demo(
     study = replace(study, variants=variants, seeds=[seed], lengths=lengths, reading=reading)
     studies.check(study)
     start = time.monotonic()
+    if fresh and not is_new:  # now that all that is asked for is known to be good
+        shutil.rmtree(out)
+        is_new = True
     writable_folder(out)
     try:
         write_json(out / MARK, {"lengths": lengths})
@@ -271,13 +280,6 @@ def _require_same_settings(study: Any, out: Path) -> None:
             studies.stored_result(cell, out)
     except CableError as error:
         raise CableError(f"{error} With --fresh the demo begins anew.") from None
-
-
-def _forget(out: Path) -> None:
-    """Remove a run of the demo, and nothing that is not one."""
-    if any(out.iterdir()) and not (out / MARK).exists():
-        raise CableError(f"{str(out)!r} is not empty and not a demo run, so --fresh will not delete it.")
-    shutil.rmtree(out)
 
 
 def _add_baseline(study: Any, folder: Path) -> None:

@@ -115,6 +115,7 @@ def import_tokens(
     for split, tokens in texts.items():
         entry = manifest["splits"][split]
         if entry["complete"]:
+            _require_same(folder, split, tokens, files[split])
             continue
         begins = np.flatnonzero(tokens == separator)
         while entry["tokens"] < len(tokens):
@@ -126,6 +127,14 @@ def import_tokens(
         entry["complete"] = True
         write_json(folder / MANIFEST, manifest)
     return manifest
+
+
+def _require_same(folder: Path, split: str, tokens: np.ndarray, path: Path) -> None:
+    held = Tokens(folder, split)
+    if len(held) != len(tokens) or not np.array_equal(held.slice(0, len(held)), tokens):
+        raise CableError(
+            f"{str(path)!r} is not what {str(folder)!r} holds for {split}. Choose another folder, or delete that one."
+        )
 
 
 def _read_tokens(path: Path, vocab_size: int, separator: int) -> np.ndarray:
