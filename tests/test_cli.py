@@ -217,7 +217,7 @@ def bad_folders(run, tmp_path):
         ),
         (["demo", "--out", "{}/run", "--steps", "7", "--length", "16"], "With --fresh the demo begins anew"),
         (["demo", "--out", "{}/run", "--fresh", "--encodings", "nosuch"], "unknown encoding 'nosuch'"),
-        (["train", "gpt-embedded", "seed=4294967296", "--out", "{}/seed"], "train.seed must be below 2**32"),
+        (["train", "gpt-embedded", "seed=4294967296", "--out", "{}/seed"], "train.seed must be at most 4294967295"),
         (["demo", "--out", "{}/mine", "--fresh"], "is not empty and no run of the demo"),
         (["demo", "--out", "{}/runs"], "is not empty and no run of the demo"),
         (["demo", "--steps", "0"], "--steps"),

@@ -32,7 +32,7 @@ LOGIT_ELEMENTS = 2**26
 PLACES = 64
 """Into how many stretches a window is divided when losses are told by place: each as much longer than the last."""
 FIRST_PLACES = 1024
-"""What part of the window the first one is."""
+"""The first of them is one part of so many of the window."""
 RESAMPLES = 2000
 DRAWN = 2**22
 """How many draws may exist at once."""

@@ -17,6 +17,8 @@ FAMILIES = ("gpt", "bert")
 WEIGHTS = ("all", "new", "lora")
 TABLES = ("encoding_options", "overrides")
 """Of which an override may set one entry."""
+MOST_SEED = 2**32 - 1
+"""NumPy takes no larger one."""
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
@@ -97,8 +99,8 @@ class Recipe:
         for name in ("lowest_learning_rate", "weight_decay", "clip", "warmup_steps", "seed", "workers"):
             if not getattr(self.train, name) >= 0:
                 raise CableError(f"train.{name} must be at least 0, got {getattr(self.train, name)}.")
-        if self.train.seed >= 2**32:
-            raise CableError(f"train.seed must be below 2**32, got {self.train.seed}.")
+        if self.train.seed > MOST_SEED:
+            raise CableError(f"train.seed must be at most {MOST_SEED}, got {self.train.seed}.")
         if not self.train.learning_rate > 0:
             raise CableError(f"train.learning_rate must be above 0, got {self.train.learning_rate}.")
         if not all(0 <= beta < 1 for beta in self.train.betas):

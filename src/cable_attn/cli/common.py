@@ -70,16 +70,12 @@ def working() -> Iterator[Progress]:
         torch.set_flush_denormal(False)
 
 
-MOST_SEED = 2**32 - 1
-"""What NumPy takes."""
-
-
-def numbers(text: str, option: str = "--lengths") -> list[int]:
-    """``9,512`` as a list, in order."""
+def numbers(text: str) -> list[int]:
+    """What ``--lengths`` gives, like ``9,512``, as a list, in order."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     wrong = [part for part in parts if not part.isdecimal() or int(part) < 1]
     if wrong or not parts:
-        raise CableError(f"{option} wants whole numbers like 128,512, got {wrong[0] if wrong else text!r}.")
+        raise CableError(f"--lengths wants whole numbers like 128,512, got {wrong[0] if wrong else text!r}.")
     return sorted({int(part) for part in parts})
 
 

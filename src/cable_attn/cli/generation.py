@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from cable_attn.cli.common import MOST_SEED
 from cable_attn.errors import CableError, require_known
+from cable_attn.recipe import MOST_SEED
 
 CACHES = ("dynamic", "static")
 

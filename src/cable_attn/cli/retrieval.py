@@ -11,8 +11,9 @@ from rich.markup import escape
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
-from cable_attn.cli.common import MOST_SEED, console, numbers, say, working
+from cable_attn.cli.common import console, numbers, say, working
 from cable_attn.errors import CableError
+from cable_attn.recipe import MOST_SEED
 
 app = typer.Typer(
     help="Fine-tune encoders, and measure how well they find long documents.", rich_markup_mode="markdown"

@@ -12,8 +12,9 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from cable_attn.cli.common import MOST_SEED, console, names, say, working
+from cable_attn.cli.common import console, names, say, working
 from cable_attn.errors import CableError, require_known
+from cable_attn.recipe import MOST_SEED
 
 app = typer.Typer(
     help="Every table of the paper is a file: train and read its cells, then make the table.",
