@@ -474,6 +474,16 @@ def test_a_report_has_the_tables_figures_settings_and_environment(stored):
     for name, arguments in {"perplexity": [stored], "loss": [stored / "rope-0", stored]}.items():
         code, told = cable("plot", name, *arguments, "--out", stored / name)
         assert code == 0 and (stored / f"{name}.pdf").exists(), told
+    legend = (stored / "loss.svg").read_text()
+    assert legend.count("<!-- rope-0 -->") == 1  # given twice, drawn once
+
+
+def test_runs_of_one_name_are_told_apart_however_long_their_paths(stored, tmp_path):
+    other = tmp_path / ("a long name " * 12).strip()
+    shutil.copytree(stored, other)
+    assert cable("plot", "loss", stored, other / "rope-0", "--out", tmp_path / "loss")[0] == 0
+    legend = (tmp_path / "loss.svg").read_text()
+    assert "&lt;study&gt;/rope-0" in legend and "a long name" in legend and "<!-- cable-0 -->" not in legend
 
 
 def test_the_loss_of_fine_tuning_is_plotted(stored, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import textwrap
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ NOTE: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8, "color": "
 WORST = 5.0
 """Perplexities past so many times the lowest leave a figure, so that those of close rivals can be told apart."""
 
+LEGEND_WIDTH = 32
+"""Characters of a name on one line; longer ones would leave no room for the figure."""
 
 KINDS = ("png", "svg", "pdf")
 UNDATED = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
@@ -194,7 +197,8 @@ def _lines(curves: Curves, what: str, along: str) -> tuple[Any, Any]:
     figure, axes = pyplot().subplots(figsize=(6.4, 4.2), layout="constrained")
     for n, (name, curve) in enumerate(curves.items()):
         style = ("-", "--", "-.", ":")[n % 4]
-        axes.plot(*zip(*curve), style, label=name, color=COLOURS[n % len(COLOURS)], linewidth=1.3)
+        label = textwrap.fill(name, LEGEND_WIDTH)
+        axes.plot(*zip(*curve), style, label=label, color=COLOURS[n % len(COLOURS)], linewidth=1.3)
     axes.set_xlabel(along)
     axes.set_ylabel(what)
     axes.grid(axis="y", color="0.92")
@@ -238,7 +242,7 @@ def perplexity_figure(results: Perplexities, trained_at: int, stem: Path) -> lis
         axes.plot(
             list(row),
             list(row.values()),
-            label=_labelled(name, row.values() or [top], top, ",.0f"),
+            label=textwrap.fill(_labelled(name, row.values() or [top], top, ",.0f"), LEGEND_WIDTH),
             linewidth=2.5 if n == 0 else 1.5,
             zorder=3 - n / 100,  # the first encoding lies on top
             **_style(n),

@@ -18,7 +18,7 @@ from cable_attn import study as studies
 from cable_attn.errors import CableError
 from cable_attn.evaluation import ByDocument, perplexity_over
 from cable_attn.files import read_json, write_atomically
-from cable_attn.report import loss_figure, passkey_figure, perplexity_figure, place_figure
+from cable_attn.report import Curves, loss_figure, passkey_figure, perplexity_figure, place_figure
 from cable_attn.tables import LengthTable, markdown_table
 
 FILE = "report.html"
@@ -72,16 +72,21 @@ class Figure:
 
 def gather(folder: Path, title: str = "", paper: Mapping[str, Mapping[str, float | None]] | None = None) -> Gathered:
     """What a run folder, or a folder of runs, holds."""
+    rows = [_row(run) for run in _runs(folder)]
+    return Gathered(title or folder.resolve().name, rows, failures(folder), paper or {}, studies.baseline(folder))
+
+
+def _runs(folder: Path) -> list[Path]:
+    """The folder itself, or the runs one below; those of cable first."""
     if not folder.is_dir():
         raise CableError(f"{str(folder)!r} is no folder. Give a run folder of cable train, or the folder of a study.")
     below = sorted(folder.iterdir(), key=lambda path: (not path.name.startswith("cable"), path.name))
     runs = [folder] if _is_run(folder) else [path for path in below if path.is_dir() and _is_run(path)]
-    rows = [_row(run) for run in runs]
-    if not rows:
+    if not runs:
         raise CableError(
             f"{str(folder)!r} holds no run yet: no metrics.jsonl or {studies.EVALUATION} in it or one below."
         )
-    return Gathered(title or folder.resolve().name, rows, failures(folder), paper or {}, studies.baseline(folder))
+    return runs
 
 
 def length_tables(gathered: Gathered) -> dict[str, LengthTable]:
@@ -218,11 +223,30 @@ def _row(folder: Path) -> dict[str, Any]:
     }
 
 
-def fine_tuning_curve(folder: Path) -> list[tuple[int, float]] | None:
-    """Updates and losses of an encoder that ``cable retrieve train`` made; ``None`` if it is none."""
-    if not (folder / "fine_tuning.json").is_file():
-        return None
-    return [(entry["step"], entry["loss"]) for entry in read_json(folder / "fine_tuning.json")["log"]]
+def loss_curves(folders: Sequence[Path]) -> Curves:
+    """Tokens and training losses of every run that is one of the folders or in one, each run once."""
+    runs = {run.resolve(): _row(run)["training"].get("curve") for folder in folders for run in _runs(folder)}
+    return _told_apart({run: curve for run, curve in runs.items() if curve})
+
+
+def is_fine_tuned(folder: Path) -> bool:
+    """Whether ``cable retrieve train`` made it."""
+    return (folder / "fine_tuning.json").is_file()
+
+
+def fine_tuning_curves(folders: Sequence[Path]) -> Curves:
+    """Updates and losses of encoders that ``cable retrieve train`` made."""
+    logs = {folder.resolve(): read_json(folder / "fine_tuning.json")["log"] for folder in folders}
+    return _told_apart({folder: [(entry["step"], entry["loss"]) for entry in log] for folder, log in logs.items()})
+
+
+def _told_apart(curves: Mapping[Path, list[tuple[int, float]]]) -> Curves:
+    """Each named by as many last parts of its path as tell it from the others."""
+    for parts in range(1, max((len(path.parts) for path in curves), default=0) + 1):
+        named = {"/".join(path.parts[-parts:]): curve for path, curve in curves.items()}
+        if len(named) == len(curves):
+            return named
+    return {}
 
 
 def write(folder: Path, gathered: Gathered, out: Path | None = None) -> Path:

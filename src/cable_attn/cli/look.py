@@ -236,19 +236,11 @@ def plot_loss(
     from cable_attn import summary
     from cable_attn.report import loss_figure
 
-    tuned = {source: curve for source in sources if (curve := summary.fine_tuning_curve(Path(source))) is not None}
+    tuned = [Path(source) for source in sources if summary.is_fine_tuned(Path(source))]
     if tuned and len(tuned) < len(sources):
         raise CableError("give runs of fine-tuning or of pre-training, not both: their losses do not compare.")
-    if tuned:
-        short = [Path(source).name for source in tuned]
-        curves = {name if short.count(name) == 1 else source: tuned[source] for name, source in zip(short, tuned)}
-        labels = {"what": "contrastive loss", "along": "updates"}
-    else:
-        found = [(source, row) for source in sources for row in summary.gather(_find_study(source)[0]).rows]
-        found = [(source, row) for source, row in found if row["training"].get("curve")]
-        cells = [row["cell"] for _, row in found]
-        names = [cell if cells.count(cell) == 1 else f"{cell} of {source}" for cell, (source, _) in zip(cells, found)]
-        curves, labels = {name: row["training"]["curve"] for name, (_, row) in zip(names, found)}, {}
+    labels = {"what": "contrastive loss", "along": "updates"} if tuned else {}
+    curves = summary.fine_tuning_curves(tuned) or summary.loss_curves([_find_study(one)[0] for one in sources])
     if not any(curves.values()):
         raise CableError(f"{', '.join(sources)}: no loss was logged yet.")
     stem = _stem(out, "loss")
