@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import itertools
 import json
 import os
 import random
@@ -187,6 +188,35 @@ def test_killed_at_random_moments_it_ends_with_the_same_losses(shards, tmp_path)
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
+def test_two_processes_never_train_in_one_folder(shards, tmp_path):
+    """Nor does the second disturb the first, which writes a checkpoint after every other step."""
+    folder = tmp_path / "run"
+    first = subprocess.Popen(command(shards, folder, "steps=1000000"), stdout=subprocess.DEVNULL)
+    try:
+        while metrics_lines(folder) < 3:
+            time.sleep(0.01)
+            assert first.poll() is None
+        written = (folder / "recipe.toml").read_text()
+        for resume, encoding in itertools.product((False, True), ("cable", "rope")):
+            with pytest.raises(CableError, match="being worked on by another process"):
+                pretraining.run(small(shards, encoding=encoding), folder, resume)
+        steps = metrics_lines(folder)
+        while metrics_lines(folder) < steps + 9:
+            time.sleep(0.01)
+            assert first.poll() is None
+        assert (folder / "recipe.toml").read_text() == written
+    finally:
+        first.kill()
+        first.wait()
+
+
+def test_a_recipe_that_somebody_wrote_is_never_written_over(shards, tmp_path):
+    (tmp_path / "recipe.toml").write_text("# mine\n")
+    with pytest.raises(CableError, match="of no run, and would be overwritten"):
+        pretraining.run(small(shards, steps=1), tmp_path)
+    assert (tmp_path / "recipe.toml").read_text() == "# mine\n"
+
+
 def metrics_lines(folder: Path) -> int:
     path = folder / "metrics.jsonl"
     return len(path.read_text().splitlines()) if path.exists() else 0
@@ -195,7 +225,8 @@ def metrics_lines(folder: Path) -> int:
 def test_a_text_ends_where_its_tokenizer_says(shards, tmp_path):
     pretraining.run(small(shards, steps=1), tmp_path / "run")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run")
+    for folder in ("run", "run/checkpoints/checkpoint-1"):
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / folder)
     assert tokenizer.eos_token_id == model.config.eos_token_id == model.generation_config.eos_token_id == 0
 
 

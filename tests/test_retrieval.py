@@ -8,6 +8,7 @@ import json
 import lzma
 import math
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -25,6 +26,7 @@ from cable_attn.retrieval import encoder as encoders
 from cable_attn.retrieval.collection import Collection, find_collection, read_collection
 from cable_attn.retrieval.embedded import write_embedded
 from cable_attn.retrieval.search import read_library, search
+from cable_attn.training import Stopped
 
 BERT = [
     "overrides={hidden_size = 32, num_hidden_layers = 2, num_attention_heads = 2, hidden_dropout = 0.0}",
@@ -317,20 +319,33 @@ def test_triplets_have_many_names(tmp_path):
     assert first == training.Triplet("a", "b", ("c", "d")) and second == training.Triplet("a", "b", ("c",))
 
 
+def test_an_encoder_that_cannot_be_loaded_leaves_nothing_behind(embedded, tmp_path):
+    triplets = training.read_triplets(str(embedded / "triplets.jsonl"), 8)
+    for _ in range(2):  # the same words again, not that a run was cut off
+        with pytest.raises(CableError, match="nowhere"):
+            training.train(str(tmp_path / "nowhere"), triplets, tmp_path / "out", training.Settings(batch_size=4))
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_cut_off_fine_tuning_goes_on_and_ends_the_same(bert, embedded, tmp_path):
     settings = training.Settings(batch_size=8, learning_rate=1e-3, max_length=32, save_every=2, cached_batch=4)
 
     def run(folder, resume=False, cut=None):
         def watch(step, loss):
-            if step == cut:
+            if step == cut == 2:  # the step in hand is still done
+                signal.raise_signal(signal.SIGTERM)
+            elif step == cut:
                 raise KeyboardInterrupt
 
         triplets = training.read_triplets(str(embedded / "triplets.jsonl"), 48)
         training.train(str(bert), triplets, folder, settings, resume, watch)
 
     run(tmp_path / "whole")
+    with pytest.raises(Stopped, match="stopped at step 3, saved"):
+        run(tmp_path / "cut", cut=2)
+    assert (tmp_path / "cut/.training/checkpoint-3/modules.json").is_file()
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "cut", cut=5)
+        run(tmp_path / "cut", resume=True, cut=5)
     with pytest.raises(CableError, match="Add --resume"):
         run(tmp_path / "cut")
     right, settings = settings, dataclasses.replace(settings, learning_rate=1e-2)

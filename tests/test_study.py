@@ -23,6 +23,7 @@ from cable_attn import CableGPTForCausalLM, findings, jobs, passkey, pretraining
 from cable_attn.cli import app
 from cable_attn.data import Document, embedded_corpus, train_bpe
 from cable_attn.errors import CableError
+from cable_attn.files import alone
 from cable_attn.tables import LengthTable
 
 from .conftest import small_gpt
@@ -263,7 +264,7 @@ list(in_turn([Sleeper(), Sleeper()], 2))
 def test_two_processes_never_work_on_one_cell(file, tmp_path):
     small = study.load(str(file), ["steps=2"])
     (tmp_path / "out" / "cable-0").mkdir(parents=True)
-    with study._alone(tmp_path / "out" / "cable-0"):
+    with alone(tmp_path / "out" / "cable-0", "cell"):
         told = study.run(small, tmp_path / "out", only=["cable"])
     assert "being worked on by another process" in told["cable-0"]
 

@@ -10,11 +10,17 @@ import os
 import tempfile
 import tomllib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from cable_attn.errors import CableError, unknown
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 COMPRESSED: dict[str, Any] = {"": open, ".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 """How to open a file, by what its name ends with."""
@@ -37,6 +43,24 @@ def writable_file(path: Path) -> Path:
         raise CableError(f"{str(path)!r} is a folder. Name a file in it.")
     writable_folder(path.parent)
     return path
+
+
+@contextmanager
+def alone(folder: Path, what: str) -> Iterator[None]:
+    """Two processes never do the same work in one folder, which is there."""
+    if fcntl is None:
+        yield
+        return
+    lock = folder / f".{what}.lock"
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CableError(f"{str(folder)!r} is being worked on by another process.") from error
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

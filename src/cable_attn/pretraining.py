@@ -29,7 +29,7 @@ from cable_attn.devices import has_bf16
 from cable_attn.environment import environment
 from cable_attn.errors import CableError, require_known
 from cable_attn.evaluation import checkpoint_hash, require_positions
-from cable_attn.files import read_json, writable_folder, write_atomically, write_json
+from cable_attn.files import alone, read_json, writable_folder, write_atomically, write_json
 from cable_attn.models import CableBertConfig, CableBertForMaskedLM, CableGPTConfig, CableGPTForCausalLM
 from cable_attn.models.loading import checkpoint_folder, tokenizer_of
 from cable_attn.passkey import Mixed, Task
@@ -44,11 +44,13 @@ from cable_attn.training import (
     last_complete_checkpoint,
     leads,
     processes,
+    remove_cut_off,
     stop_when_asked,
 )
 
 FREE = ("train.workers", "train.report_to", "train.keep", "train.log_every", "train.eval_every", "train.save_every")
 """What a resumed run may change: nothing of it touches the losses."""
+ENVIRONMENT = "environment.json"
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "comet_ml", "clearml", "swanlab")
 """Those of transformers that are packages of the same name."""
 
@@ -197,7 +199,16 @@ def _blank(recipe: Recipe) -> PreTrainedModel:
 
 def run(recipe: Recipe, folder: Path, resume: bool = False, watch: Watcher | None = None) -> dict[str, float]:
     """Train; the last metrics. Raises :class:`Stopped` after a SIGTERM or a Ctrl-C, when all is saved."""
-    _claim(folder, recipe, resume)
+    if not leads():
+        return _run(recipe, folder, resume, watch)
+    if resume and not (folder / "recipe.toml").exists():
+        raise CableError(f"{str(folder)!r} holds no run to resume. Leave --resume out to begin one.")
+    with alone(writable_folder(folder), "training"):
+        _claim(folder, recipe, resume)
+        return _run(recipe, folder, resume, watch)
+
+
+def _run(recipe: Recipe, folder: Path, resume: bool, watch: Watcher | None) -> dict[str, float]:
     checkpoints = folder / "checkpoints"
     arguments = _arguments(recipe, checkpoints)
     data = load_data(recipe, folder)
@@ -209,23 +220,25 @@ def run(recipe: Recipe, folder: Path, resume: bool = False, watch: Watcher | Non
         _name_tokens(model, data.tokenizer)
     if recipe.train.compile == "layers" and torch.cuda.is_available():
         compile_layers(model)
-    _same_data(folder / "environment.json", data.manifest, resume)
+    _same_data(folder / ENVIRONMENT, data.manifest, resume)
     with stop_when_asked() as asked:
         stop = Stopping(asked)
         callbacks = [stop, Metrics(folder / "metrics.jsonl", recipe.train.tokens_per_update), Watching(watch)]
         trainer = _PretrainTrainer(
             model=model, args=arguments, train_dataset=data.train, eval_dataset=data.validation, callbacks=callbacks
         )
+        trainer.tokenizer = _own_tokenizer(recipe) or data.tokenizer
         trainer.windows_per_update = recipe.windows_per_update
         if trainer.is_world_process_zero():
-            write_json(folder / "environment.json", {**environment(), "data": data.manifest, "tokens": data.tokens})
+            write_json(folder / ENVIRONMENT, {**environment(), "data": data.manifest, "tokens": data.tokens})
+            write_atomically(folder / "recipe.toml", to_toml(recipe))
         trainer.train(resume_from_checkpoint=last_complete_checkpoint(checkpoints) if resume else None)
     trainer.require_finite()
     if stop.agreed:
         raise Stopped(f"stopped at step {trainer.state.global_step}, saved.", *asked[:1])
     if recipe.model.checkpoint:
         trainer.model = adapting.finished(trainer.model, recipe.model)
-    _save_model(trainer, _own_tokenizer(recipe) or data.tokenizer, folder)
+    _save_model(trainer, folder)
     return {key: value for entry in trainer.state.log_history[-2:] for key, value in entry.items()}
 
 
@@ -252,21 +265,16 @@ def _own_tokenizer(recipe: Recipe) -> Any:
 def _claim(folder: Path, recipe: Recipe, resume: bool) -> None:
     """A run folder belongs to one recipe, from its first checkpoint on."""
     path = folder / "recipe.toml"
-    if not leads():
-        return
     begun = path.exists() and last_complete_checkpoint(folder / "checkpoints") is not None
     if begun and not resume:
         raise CableError(f"{str(folder)!r} holds a run. Add --resume to go on with it, or choose another with --out.")
     if (folder / "config.json").exists() and not begun:
         raise CableError(f"{str(folder)!r} holds a finished model. Choose another folder with --out.")
-    if resume and not path.exists():
-        raise CableError(f"{str(folder)!r} holds no run to resume. Leave --resume out to begin one.")
-    if begun:
-        changed = changes(path, recipe)
-        if changed:
-            raise CableError(f"the run in {str(folder)!r} has another recipe: {'; '.join(changed)}.")
-    writable_folder(folder)
-    write_atomically(path, to_toml(recipe))
+    if begun and (changed := changes(path, recipe)):
+        raise CableError(f"the run in {str(folder)!r} has another recipe: {'; '.join(changed)}.")
+    if path.exists() and not (folder / ENVIRONMENT).exists():
+        raise CableError(f"{str(path)!r} is of no run, and would be overwritten. Choose another folder with --out.")
+    remove_cut_off(folder / "checkpoints")
 
 
 def _same_data(path: Path, manifest: str, resume: bool) -> None:
@@ -356,6 +364,7 @@ class _PretrainTrainer(DecayingTrainer):
     """Samples in their order, and never a step further than the loss is finite."""
 
     windows_per_update = 0
+    tokenizer: Any = None
 
     def __init__(self, model: Any, **kwargs: Any):
         self.is_ours = isinstance(model, (CableGPTForCausalLM, CableBertForMaskedLM))
@@ -419,24 +428,30 @@ class _PretrainTrainer(DecayingTrainer):
             "most often."
         )
 
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Every checkpoint can be read and written with."""
+        super()._save(output_dir, state_dict)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(output_dir or self.args.output_dir)
+
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         try:
             super()._save_checkpoint(*args, **kwargs)
         except Exception as error:  # a full disk comes as OSError, RuntimeError or SafetensorError
+            if leads():
+                remove_cut_off(self.checkpoints)
             raise CableError(
                 f"the checkpoint of step {self.state.global_step} could not be written ({error}). What was saved "
                 f"before is untouched: {last_complete_checkpoint(self.checkpoints) or 'nothing yet'}."
             ) from error
 
 
-def _save_model(trainer: Any, tokenizer: Any, folder: Path) -> None:
+def _save_model(trainer: Any, folder: Path) -> None:
     """The finished model beside the recipe, file by file, each whole; config.json, the last, says that all is there."""
     with tempfile.TemporaryDirectory(dir=folder, prefix=".model.") as partial:
         trainer.save_model(partial)
         if not trainer.is_world_process_zero():
             return
-        if tokenizer is not None:
-            tokenizer.save_pretrained(partial)
         for file in sorted(Path(partial).iterdir(), key=lambda path: path.name == "config.json"):
             if file.name != "training_args.bin":
                 shutil.move(str(file), folder / file.name)

@@ -13,7 +13,6 @@ import shutil
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
@@ -29,17 +28,12 @@ from cable_attn.devices import best_device
 from cable_attn.environment import environment
 from cable_attn.errors import CableError, unknown
 from cable_attn.evaluation import HeldOut, checkpoint_hash, evaluate, find_held_out, share_read
-from cable_attn.files import as_json, packaged, read_json, read_toml, writable_folder, write_json
+from cable_attn.files import alone, as_json, packaged, read_json, read_toml, writable_folder, write_json
 from cable_attn.models.loading import load_model, tokenizer_of
 from cable_attn.recipe import Recipe
 from cable_attn.retrieval import cell as retrieval_cell
 from cable_attn.retrieval.cell import Retrieval
 from cable_attn.training import Stopped, last_complete_checkpoint, read_metrics
-
-try:
-    import fcntl
-except ImportError:  # Windows has no such locks
-    fcntl = None  # type: ignore[assignment]
 
 EVALUATION = "evaluation.json"
 FAILURE = "failure.txt"
@@ -294,7 +288,7 @@ def run_cell(cell: Cell, out: Path, watch: Watcher | None = None) -> dict[str, A
     if result is None:
         folder = out / cell.name
         folder.mkdir(exist_ok=True)
-        with _alone(folder):
+        with alone(folder, "cell"):
             check_reading(cell)
             result = _read(cell, _trained(cell, out, watch), folder, watch)
             write_json(folder / EVALUATION, result)
@@ -302,23 +296,6 @@ def run_cell(cell: Cell, out: Path, watch: Watcher | None = None) -> dict[str, A
         (folder / FAILURE).unlink(missing_ok=True)
     _tell(watch, cell, "done", 1.0)
     return result
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Two processes never work on one cell."""
-    if fcntl is None:
-        yield
-        return
-    with (folder / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise CableError(f"{str(folder)!r} is being worked on by another process.") from error
-        try:
-            yield
-        finally:
-            (folder / ".lock").unlink(missing_ok=True)
 
 
 def check_reading(cell: Cell) -> None:

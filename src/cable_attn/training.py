@@ -38,16 +38,28 @@ def processes() -> int:
 
 
 def last_complete_checkpoint(folder: Path) -> str | None:
-    """The newest checkpoint that was written to its end; those that were cut off are removed."""
-    numbered = [(int(path.name.rpartition("-")[2]), path) for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-[0-9]*")]
-    for _, path in sorted(numbered, reverse=True):
-        try:
-            json.loads((path / TRAINER_STATE_NAME).read_text(encoding="utf-8"))  # the Trainer writes it last
-            return str(path)
-        except (OSError, ValueError):
-            if leads():
-                shutil.rmtree(path, ignore_errors=True)
-    return None
+    """The newest checkpoint that was written to its end."""
+    complete = [path for path in _checkpoints(folder) if _is_complete(path)]
+    return str(max(complete, key=lambda path: int(path.name.rpartition("-")[2]))) if complete else None
+
+
+def remove_cut_off(folder: Path) -> None:
+    """The checkpoints that were not written to their end; nobody may be writing one."""
+    for path in _checkpoints(folder):
+        if not _is_complete(path):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    return list(folder.glob(f"{PREFIX_CHECKPOINT_DIR}-[0-9]*"))
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    try:
+        json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))  # the Trainer writes it last
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def decayed_parameters(model: nn.Module) -> list[str]:

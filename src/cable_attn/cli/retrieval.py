@@ -48,6 +48,7 @@ def train(
     """
     from cable_attn.retrieval.training import Settings, describe, read_triplets
     from cable_attn.retrieval.training import train as run
+    from cable_attn.training import Stopped
 
     found = read_triplets(triplets, limit)
     say(describe(found))
@@ -63,7 +64,11 @@ def train(
             if loss is not None:
                 progress.update(bar, what=f"loss {loss:.3f}")
 
-        run(encoder, found, out, settings, resume, watch)
+        try:
+            run(encoder, found, out, settings, resume, watch)
+        except Stopped as stopped:
+            say(f"{stopped} Go on with the same command and --resume.")
+            raise typer.Exit(stopped.exit_code) from None
     say(f"Done. The encoder is in {out}")
 
 

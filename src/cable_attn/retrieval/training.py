@@ -25,9 +25,19 @@ from transformers import TrainingArguments, set_seed
 from cable_attn.devices import has_bf16
 from cable_attn.environment import environment
 from cable_attn.errors import CableError, reason
-from cable_attn.files import read_json, read_jsonl, writable_folder, write_json
+from cable_attn.files import alone, read_json, read_jsonl, writable_folder, write_json
 from cable_attn.retrieval.encoder import encoder_hash, load_encoder
-from cable_attn.training import DecayingTrainer, Watcher, Watching, last_complete_checkpoint, processes
+from cable_attn.training import (
+    DecayingTrainer,
+    Stopped,
+    Stopping,
+    Watcher,
+    Watching,
+    last_complete_checkpoint,
+    processes,
+    remove_cut_off,
+    stop_when_asked,
+)
 
 MSMARCO = ("sentence-transformers/msmarco-co-condenser-margin-mse-sym-mnrl-mean-v1", "triplet-hard")
 """MS-MARCO with mined hard negatives, on the hub."""
@@ -253,25 +263,30 @@ def train(
         raise CableError("fine-tuning runs in one process; batches of many processes would not see each other.")
     columns = min(max(len(t.negatives) for t in triplets), settings.negatives)
     next(iter(NoRepeats(triplets, settings.batch_size, columns, settings.seed)))
-    writable_folder(checkpoints)
-    _claim(checkpoints / SETTINGS, origin(encoder, triplets, settings))
     set_seed(settings.seed)
     model = load_encoder(encoder)
     model.max_seq_length = settings.max_length
-    trainer = _Trainer(
-        model=model,
-        args=_arguments(settings, len(triplets), checkpoints),
-        train_dataset=_Triplets(triplets),
-        data_collator=_Collate(model.tokenizer, settings, columns),
-        callbacks=[Watching(watch)],
-    )
-    trainer.negatives = columns
-    if settings.cached_batch:
-        trainer.loss = losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=settings.cached_batch)
-    else:
-        trainer.loss = losses.MultipleNegativesRankingLoss(model)
-    trainer.train(resume_from_checkpoint=last_complete_checkpoint(checkpoints) if resume else None)
-    return _finish(trainer, encoder, folder, checkpoints, settings, len(triplets))
+    with alone(writable_folder(folder), "fine-tuning"), stop_when_asked() as asked:
+        writable_folder(checkpoints)
+        _claim(checkpoints / SETTINGS, origin(encoder, triplets, settings))
+        remove_cut_off(checkpoints)
+        stop = Stopping(asked)
+        trainer = _Trainer(
+            model=model,
+            args=_arguments(settings, len(triplets), checkpoints),
+            train_dataset=_Triplets(triplets),
+            data_collator=_Collate(model.tokenizer, settings, columns),
+            callbacks=[stop, Watching(watch)],
+        )
+        trainer.negatives = columns
+        if settings.cached_batch:
+            trainer.loss = losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=settings.cached_batch)
+        else:
+            trainer.loss = losses.MultipleNegativesRankingLoss(model)
+        trainer.train(resume_from_checkpoint=last_complete_checkpoint(checkpoints) if resume else None)
+        if stop.agreed:
+            raise Stopped(f"stopped at step {trainer.state.global_step}, saved.", *asked[:1])
+        return _finish(trainer, encoder, folder, checkpoints, settings, len(triplets))
 
 
 def origin(encoder: str, triplets: list[Triplet] | None, settings: Settings) -> dict[str, Any]:
