@@ -19,7 +19,7 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
-from cable_attn import CableError, adapting, conversion, findings, pretraining, study
+from cable_attn import CableError, adapting, cells, conversion, findings, pretraining, study
 from cable_attn import recipe as recipes
 from cable_attn.cli import app
 from cable_attn.data import embedded_corpus, train_bpe
@@ -159,7 +159,7 @@ tokens = 1000
         f'{common}\n[variants]\nrope = ["encoding=none", "checkpoint={tmp_path / "config"}"]\n'
     )
     first = study.load(str(tmp_path / "first.toml"))
-    assert study.run(first, tmp_path / "first") == {}
+    assert cells.run(first, tmp_path / "first") == {}
     assert json.loads((tmp_path / "first/rope-0/config.json").read_text())["hidden_size"] == 32
     (tmp_path / "second.toml").write_text(
         f'{common}\n[variants]\nrope = ["encoding=none"]\ncable = ["encoding=cable"]\n'.replace(
@@ -167,9 +167,9 @@ tokens = 1000
         )
     )
     second = study.load(str(tmp_path / "second.toml"))
-    assert study.run(second, tmp_path / "second") == {}
-    found = findings.by_variant(list(study.results(second, tmp_path / "second")))
-    before = findings.by_variant(list(study.results(first, tmp_path / "first")))["rope"]
+    assert cells.run(second, tmp_path / "second") == {}
+    found = findings.by_variant(list(cells.results(second, tmp_path / "second")))
+    before = findings.by_variant(list(cells.results(first, tmp_path / "first")))["rope"]
     assert found["rope"][16] < before[16] and found["cable"][64] != found["rope"][64]
     shutil.rmtree(tmp_path / "first")  # what is stored can be shown without its checkpoint
     command = ["study", "report", str(tmp_path / "second.toml"), "--out", str(tmp_path / "second")]

@@ -366,7 +366,9 @@ def test_spread_init_survives_from_pretrained(tmp_path):
     [
         ({"num_attention_heads": 10}, ["num_attention_heads=10 does not divide hidden_size=32", "1, 2, 4, 8, 16, 32"]),
         ({"num_key_value_heads": 3}, ["num_key_value_heads=3 does not divide num_attention_heads=4"]),
-        ({"num_hidden_layers": 0}, ["num_hidden_layers must be at least 1, got 0"]),
+        ({"num_hidden_layers": 0}, ["num_hidden_layers must be a whole number of at least 1, got 0"]),
+        ({"num_hidden_layers": "two"}, ["num_hidden_layers must be a whole number of at least 1, got 'two'"]),
+        ({"hidden_dropout": 2}, ["hidden_dropout must lie between 0 and 1, got 2"]),
         ({"hidden_dim": 64}, ["unknown field of CableGPTConfig 'hidden_dim'", "Did you mean 'hidden_size'?"]),
         ({"attention_backend": "flash"}, ["unknown attention backend 'flash'", "auto, "]),
         ({"attention_prune": 2.0}, ["attention_prune must lie between 0 and 1, got 2.0"]),

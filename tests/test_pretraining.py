@@ -93,7 +93,7 @@ def test_recipes_of_the_package_are_whole(name, tmp_path):
     [
         ("train.stpes=3", "nearest is 'train.steps'"),
         ("lr=3", "is not known; the nearest"),
-        ("steps=many", "train.steps must be int"),
+        ("steps=many", "train.steps must be a whole number"),
         ("learning_rate=-1", "train.learning_rate must be above 0, got -1"),
         ("seed=-1", "train.seed must be at least 0, got -1"),
         ("betas=[0.9]", "train.betas must be two numbers, got [0.9]"),

@@ -19,7 +19,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from cable_attn import CableGPTForCausalLM, findings, jobs, passkey, pretraining, report, study, summary
+from cable_attn import CableGPTForCausalLM, cells, findings, jobs, passkey, pretraining, report, study, summary
 from cable_attn.cli import app
 from cable_attn.data import Document, embedded_corpus, train_bpe
 from cable_attn.errors import CableError
@@ -77,11 +77,11 @@ def kill_at(moment: Path, arguments: list[str]) -> None:
 def test_a_study_killed_twice_goes_on_and_ends_the_same(file, tmp_path):
     """While a cell is read, and while the next one saves a checkpoint."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert study.run(study.load(str(file)), whole) == {}
+    assert cells.run(study.load(str(file)), whole) == {}
     for moment in ("cable-0/config.json", "alibi-0/checkpoints/checkpoint-2"):
         kill_at(cut / moment, command("run", file, "--out", cut))
         assert (cut / moment).exists() and not (cut / "alibi-0" / "evaluation.json").exists()
-    assert study.run(study.load(str(file)), cut) == {}
+    assert cells.run(study.load(str(file)), cut) == {}
     assert measured(cut) == measured(whole) and len(measured(cut)) == 2
 
 
@@ -100,7 +100,7 @@ def test_a_failed_cell_does_not_stop_the_others_and_jobs_share_the_work(file, tm
     assert "would let them share a GPU" in str(refused.exception)
     again = CliRunner().invoke(app, ["study", "report", str(file), "--out", str(out)])
     assert again.exit_code == 0 and "Not done: broken-0" in again.output
-    launched = study.command("f.toml", out, study.load(str(file)).cells()[0], ["steps=1"], ["srun", "--gpus=1"])
+    launched = cells.command("f.toml", out, study.load(str(file)).cells()[0], ["steps=1"], ["srun", "--gpus=1"])
     assert launched[:2] == ["srun", "--gpus=1"] and launched[-4:] == ["--out", str(out), "--only", "cable-0"]
 
 
@@ -108,8 +108,8 @@ def test_passkeys_are_part_of_a_study(tmp_path):
     file = tmp_path / "small.toml"
     file.write_text(TOML.replace("lengths = [16, 64]", "lengths = [96, 128]").replace('"alibi"]', "]"))
     small = study.load(str(file), ["steps=2"])
-    assert study.run(small, tmp_path / "out") == {}
-    [row] = study.results(small, tmp_path / "out")
+    assert cells.run(small, tmp_path / "out") == {}
+    [row] = cells.results(small, tmp_path / "out")
     assert {(r["length"], r["depth"]) for r in row["passkey"]} == {(n, d) for n in (96, 128) for d in passkey.DEPTHS}
     assert list(findings.found_by_length([row])["cable"]) == [96, 128]
 
@@ -127,8 +127,8 @@ of = "cable"
 attention_backend = "reference"
 """)
     small = study.load(str(file), ["steps=2"])
-    assert study.run(small, tmp_path / "out") == {}
-    found = findings.by_variant(list(study.results(small, tmp_path / "out")))
+    assert cells.run(small, tmp_path / "out") == {}
+    found = findings.by_variant(list(cells.results(small, tmp_path / "out")))
     assert list(found) == ["cable", "cable, backwards", "rope", "rope, YaRN"]
     assert found["cable, backwards"][64] == pytest.approx(found["cable"][64], rel=1e-4)
     assert found["rope, YaRN"][64] != found["rope"][64]
@@ -140,10 +140,10 @@ attention_backend = "reference"
     without = re.sub(r"\[again.*", "", text := file.read_text(), flags=re.DOTALL)
     file.write_text(without)
     with pytest.raises(CableError, match=r"\(again was .* and is None\)"):
-        list(study.results(study.load(str(file), ["steps=2"]), tmp_path / "out"))
+        list(cells.results(study.load(str(file), ["steps=2"]), tmp_path / "out"))
     file.write_text(text.replace('"yarn"', '"ntk"'))
     with pytest.raises(CableError, match=r"again.rope, YaRN.encoding_options.scaling was 'yarn' and is 'ntk'"):
-        list(study.results(study.load(str(file), ["steps=2"]), tmp_path / "out"))
+        list(cells.results(study.load(str(file), ["steps=2"]), tmp_path / "out"))
 
 
 @pytest.mark.parametrize(
@@ -170,49 +170,49 @@ def test_variants_may_have_seeds_of_their_own(file):
 def test_stored_results_outlive_new_settings(file, tmp_path):
     """What was stored before a setting existed had its default."""
     small = study.load(str(file), ["steps=2"])
-    study.run(small, tmp_path / "out", only=["cable"])
+    cells.run(small, tmp_path / "out", only=["cable"])
     path = tmp_path / "out" / "cable-0" / "evaluation.json"
     row = json.loads(path.read_text())
     del row["settings"]["recipe"]["train"]["clip"], row["settings"]["reading"]["stride"]
     path.write_text(json.dumps(row))
-    assert [found["cell"] for found in study.results(small, tmp_path / "out")] == ["cable-0"]
+    assert [found["cell"] for found in cells.results(small, tmp_path / "out")] == ["cable-0"]
     with pytest.raises(CableError, match=r"recipe.train.clip was 1.0 and is 2.0"):
-        list(study.results(study.load(str(file), ["steps=2", "clip=2.0"]), tmp_path / "out"))
+        list(cells.results(study.load(str(file), ["steps=2", "clip=2.0"]), tmp_path / "out"))
 
 
 def test_results_of_other_settings_never_mix(file, tmp_path):
     first = study.load(str(file), ["steps=2"])
-    study.run(first, tmp_path / "out", only=["cable"])
+    cells.run(first, tmp_path / "out", only=["cable"])
     assert [cell.name for cell in study.choose(first, ["alibi-0"])] == ["alibi-0"]
     with pytest.raises(CableError, match=r"recipe.train.steps was 2 and is 3"):
-        study.run(study.load(str(file), ["steps=3"]), tmp_path / "out", only=["cable"])
+        cells.run(study.load(str(file), ["steps=3"]), tmp_path / "out", only=["cable"])
 
 
 def test_a_trained_cell_of_another_recipe_is_refused(file, tmp_path):
     """Also when its results are lost, or come from another study."""
     out = tmp_path / "out"
-    study.run(study.load(str(file), ["steps=2"]), out, only=["cable"])
+    cells.run(study.load(str(file), ["steps=2"]), out, only=["cable"])
     (out / "cable-0" / "evaluation.json").unlink()
-    told = study.run(study.load(str(file), ["steps=3"]), out, only=["cable"])
+    told = cells.run(study.load(str(file), ["steps=3"]), out, only=["cable"])
     assert "model of another recipe: train.steps was 2 and is 3" in told["cable-0"]
     file.write_text('trained_by = "elsewhere"\n' + file.read_text())
-    told = study.run(study.load(str(file), ["steps=2"]), out, only=["cable"])
+    told = cells.run(study.load(str(file), ["steps=2"]), out, only=["cable"])
     assert "Run the study 'elsewhere' first" in told["cable-0"]
     file.write_text(file.read_text().replace("elsewhere", "out"))
     reader = study.load(str(file), ["steps=2"])
-    assert study.run(reader, tmp_path / "reader", only=["cable"]) == {}
+    assert cells.run(reader, tmp_path / "reader", only=["cable"]) == {}
     assert {path.name for path in (tmp_path / "reader" / "cable-0").iterdir()} == {"evaluation.json"}
 
 
 def test_a_folder_never_mixes_settings(file, tmp_path):
     """Told before the other cell is trained, and by a report."""
-    study.run(study.load(str(file), ["steps=2"]), tmp_path / "out", only=["cable"])
+    cells.run(study.load(str(file), ["steps=2"]), tmp_path / "out", only=["cable"])
     other = study.load(str(file), ["steps=3"])
     with pytest.raises(CableError, match="Give the same overrides"):
-        study.run(other, tmp_path / "out", only=["alibi"])
+        cells.run(other, tmp_path / "out", only=["alibi"])
     assert not (tmp_path / "out/alibi-0").exists()
     with pytest.raises(CableError, match="Give the same overrides"):
-        list(study.results(other, tmp_path / "out"))
+        list(cells.results(other, tmp_path / "out"))
 
 
 def test_a_study_that_is_told_to_stop_starts_nothing_more(tmp_path):
@@ -265,15 +265,15 @@ def test_two_processes_never_work_on_one_cell(file, tmp_path):
     small = study.load(str(file), ["steps=2"])
     (tmp_path / "out" / "cable-0").mkdir(parents=True)
     with alone(tmp_path / "out" / "cable-0", "cell"):
-        told = study.run(small, tmp_path / "out", only=["cable"])
+        told = cells.run(small, tmp_path / "out", only=["cable"])
     assert "being worked on by another process" in told["cable-0"]
 
 
 def test_what_reading_needs_is_checked_before_training(file, tmp_path):
-    text = file.read_text().replace("tokens = 2000", "tokens = 2000\nstride = 17")
+    text = file.read_text().replace("tokens = 2000", "tokens = 2000\ntasks = ['hellaswag']\ntask_folder = 'none'")
     file.write_text(text)
-    told = study.run(study.load(str(file)), tmp_path / "out")
-    assert "longer than the shortest length, 16" in told["cable-0"]
+    told = cells.run(study.load(str(file)), tmp_path / "out")
+    assert "'hellaswag' needs a file that folder 'none' lacks" in told["cable-0"]
     assert not (tmp_path / "out" / "cable-0" / "recipe.toml").exists()
 
 
@@ -282,6 +282,8 @@ def test_what_reading_needs_is_checked_before_training(file, tmp_path):
     [
         ('recipe = "gpt-embedded"\nencodings = ["cable"]\nlengths = [8]\npaper = "fineweb"', "Did you mean"),
         ('recipe = "gpt-embedded"\nlengths = [8]', "lacks encodings"),
+        ('recipe = "gpt-embedded"\nencodings = "cable"\nlengths = [8]', "encodings must be a list, got 'cable'"),
+        ('recipe = "gpt-embedded"\nvariants = ["cable"]\nlengths = [8]', "variants must be a table, got ['cable']"),
         ('recipe = "gpt-embedded"\nencodings = ["cabel"]\nlengths = [8]', "Did you mean 'cable'"),
         ('recipe = "gpt-embedded"\nencodings = ["cable"]\nlenghts = [8]', "Did you mean 'lengths'"),
         ('recipe = "gpt-embedded"\nencodings = ["cable"]\nlengths = [8]\n[reading]\ntoken = 1', "'tokens'"),
@@ -392,10 +394,20 @@ def test_training_mixes_passkey_texts_in(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("lengths = [0]", "lengths must be a list of whole numbers from 1 on, got [0]"),
-        ('lengths = "128"', "lengths must be a list of whole numbers"),
-        ("lengths = [16]\nseeds = 0", "seeds must be a list of whole numbers from 0 on, got 0"),
-        ('lengths = [16]\n[reading]\ntasks = "hellaswag"', "reading.tasks must be list, got 'hellaswag'"),
+        ("lengths = [0]", "lengths must be at least 1, got 0"),
+        ("lengths = []", "lengths is empty, and cable-0 is read at some"),
+        ('lengths = "128"', "lengths must be a list, got '128'"),
+        ("lengths = [16, 1.5]", "lengths[1] must be a whole number, got 1.5"),
+        ("lengths = [16]\nseeds = 0", "seeds must be a list, got 0"),
+        ("lengths = [16]\nseeds_of = {cable = [-1]}", "seeds_of.cable must be at least 0, got -1"),
+        ("lengths = [16]\ntitle = 3", "title must be a text, got 3"),
+        ("lengths = [16]\noverrides = [3]", "overrides[0] must be a text, got 3"),
+        ("lengths = [16]\nreading = 3", "reading must be a table, got 3"),
+        ('lengths = [16]\nagain = {x = "y"}', "again.x must be a table, got 'y'"),
+        ("lengths = [16]\n[reading]\nstride = -1", "reading.stride must be at least 0, got -1"),
+        ("lengths = [16]\n[reading]\nstride = 32", "reading.stride=32 is longer than the shortest length, 16"),
+        ('lengths = [16]\n[reading]\ntasks = "hellaswag"', "reading.tasks must be a list, got 'hellaswag'"),
+        ('lengths = [16]\n[reading]\ntasks = ["hellaswag"]\ntask_folder = "none"', "that folder 'none' lacks"),
         ('lengths = [16]\n[variants]\n"a/b" = []', "the variant 'a/b' must do as a folder's name"),
         ('lengths = [16]\n[variants]\n"a, b" = []', "the variant 'a, b' must do as a folder's name"),
         ("lengths = [1000000]", "'embedded', validation, gives"),
@@ -407,7 +419,7 @@ def test_bad_values_are_named_before_anything_is_trained(change, words, tmp_path
     file.write_text(f'recipe = "gpt-embedded"\nencodings = ["cable"]\n{change}\n')
     with pytest.raises(CableError) as error:
         for cell in study.load(str(file)).cells():
-            study.check_reading(cell)
+            cells.check_reading(cell)
     assert words in str(error.value)
 
 
@@ -418,7 +430,7 @@ def test_a_run_that_was_resumed_took_the_time_of_both_parts(tmp_path):
         {"step": 2, "train_runtime": 2.0},
     ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 3, "lo')
-    assert study.training_record(tmp_path)["train_runtime"] == 10.0
+    assert cells.training_record(tmp_path)["train_runtime"] == 10.0
 
 
 def test_variants_are_compared_with_the_first_on_the_same_documents():

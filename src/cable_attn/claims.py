@@ -30,6 +30,7 @@ from typing import Any
 from cable_attn import findings, summary
 from cable_attn import study as studies
 from cable_attn.bench import records
+from cable_attn.cells import results
 from cable_attn.errors import CableError, require_known, unknown
 from cable_attn.tables import markdown_table
 
@@ -161,7 +162,7 @@ def _runs(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def _of_study(study: studies.Study, folder: Path) -> Iterator[tuple[str, Numbers]]:
-    rows = list(studies.results(study, folder))
+    rows = list(results(study, folder))
     perplexities = summary.mean_perplexities(rows)
     if perplexities:
         values = {name: {str(length): value for length, value in row.items()} for name, row in perplexities.items()}

@@ -21,6 +21,7 @@ from typing import Any
 
 from cable_attn import claims, findings, summary
 from cable_attn import study as studies
+from cable_attn.cells import EVALUATION, baseline, results
 from cable_attn.errors import CableError, unknown
 from cable_attn.files import write_atomically
 from cable_attn.study import Study
@@ -66,7 +67,7 @@ class Stored:
         self.study: Study = studies.load(str(stored / f"{name}.toml") if name in own else name, checked=False)
         self.folder = stored / "results" / name
         self.page, self.figures, self.written = page, figures, written
-        rows = list(studies.results(self.study, self.folder))
+        rows = list(results(self.study, self.folder))
         if not rows:
             raise CableError(f"{str(self.folder)!r} holds no results yet.")
         paper = findings.paper(self.study.paper)
@@ -75,7 +76,7 @@ class Stored:
             rows,
             {},
             paper["rows"] if paper else {},
-            studies.baseline(self.folder),
+            baseline(self.folder),
             self.study.against,
         )
 
@@ -147,7 +148,7 @@ class Stored:
         return f"<details><summary>The runs</summary>\n\n{markdown_table(header, lines)}\n\n</details>"
 
     def _run(self, row: dict[str, Any]) -> list[str]:
-        file = self.folder / row["cell"] / studies.EVALUATION
+        file = self.folder / row["cell"] / EVALUATION
         told = [summary.told(row["training"].get(key), form) for key, (_, form) in summary.TRAINING.items()]
         seconds, tokens = findings.reading(row)
         told += [f"{seconds:.0f}", f"{tokens / seconds:,.0f}"] if seconds else ["–", "–"]

@@ -71,6 +71,13 @@ def run_tasks(
         return _evaluate(wrapped, loaded, limit)
 
 
+def require_tasks(tasks: list[str], folder: Path | None = None) -> None:
+    """All that these tasks need is here, or can be fetched."""
+    require_harness()
+    with TemporaryDirectory(prefix="cable-tasks-", ignore_cleanup_errors=True) as scratch, _quiet():
+        _load_tasks(tasks, folder, Path(scratch))
+
+
 def _check(model: PreTrainedModel, tasks: list[str], **at_least_one: int | None) -> None:
     if not model.can_generate():
         raise CableError(f"tasks need a causal language model, got {type(model).__name__}.")

@@ -104,10 +104,8 @@ def compile_layers(model: Any, **options: Any) -> None:
 
 
 def load_data(recipe: Recipe, folder: Path) -> Data:
-    path, vocabulary = Path(recipe.data.path), recipe.model.vocab_size
+    path, vocabulary = Path(recipe.data.path), make_config(recipe).vocab_size
     own = _own_tokenizer(recipe)
-    if recipe.model.checkpoint:
-        vocabulary = adapting.read_config(recipe.model).vocab_size
     if recipe.data.path == "embedded":
         if recipe.model.checkpoint and own is None and not adapting.is_fresh(recipe.model):
             raise CableError(f"{recipe.model.checkpoint!r} has no tokenizer. Give its tokens with data.path.")

@@ -8,7 +8,7 @@ import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from cable_attn.errors import CableError, require_known
 from cable_attn.files import packaged, read_toml
@@ -19,6 +19,14 @@ TABLES = ("encoding_options", "overrides")
 """Of which an override may set one entry."""
 MOST_SEED = 2**32 - 1
 """NumPy takes no larger one."""
+KINDS = {
+    str: "a text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    list: "a list",
+    dict: "a table",
+}
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
@@ -217,22 +225,33 @@ def _unknown_key(key: str, known: list[str]) -> CableError:
 def _set(parts: Parts, part: str, key: str, value: Any) -> None:
     if key not in _keys()[part]:
         raise _unknown_key(f"{part}.{key}", [f"{part}.{name}" for name in _keys()[part]])
-    parts[part] = replace(parts[part], **{key: _typed(type(parts[part]), part, key, value)})
+    if part == "train" and key == "report_to" and isinstance(value, str):
+        value = [item for item in value.split(",") if item and item != "none"]
+    parts[part] = replace(parts[part], **{key: typed(type(parts[part]), key, value, f"{part}.{key}")})
 
 
-def _typed(cls: type, part: str, key: str, value: Any) -> Any:
-    wanted = get_type_hints(cls)[key]
-    kind = getattr(wanted, "__origin__", wanted)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+def typed(cls: type, key: str, value: Any, name: str) -> Any:
+    """A value from a TOML file as the dataclass ``cls`` wants it for its field ``key``; errors call it ``name``."""
+    return as_type(get_type_hints(cls)[key], value, name)
+
+
+def as_type(wanted: Any, value: Any, name: str) -> Any:
+    """The same for a type as it is written in hints."""
+    kind, of = get_origin(wanted) or wanted, get_args(wanted)
+    if kind is Any:
+        return value
+    if kind is float and type(value) is int:
         return float(value)
     if kind is tuple:
         if not isinstance(value, list) or [type(item) in (int, float) for item in value] != [True, True]:
-            raise CableError(f"{part}.{key} must be two numbers, got {value!r}.")
+            raise CableError(f"{name} must be two numbers, got {value!r}.")
         return tuple(float(item) for item in value)
-    if kind is list and isinstance(value, str):
-        return [item for item in value.split(",") if item and item != "none"]
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise CableError(f"{part}.{key} must be {kind.__name__}, got {value!r}.")
+        raise CableError(f"{name} must be {KINDS.get(kind, kind.__name__)}, got {value!r}.")
+    if kind is list:
+        return [as_type(of[0], item, f"{name}[{n}]") for n, item in enumerate(value)]
+    if kind is dict:
+        return {own: as_type(of[1], item, f"{name}.{own}") for own, item in value.items()}
     return value
 
 

@@ -1,49 +1,22 @@
-"""A study: one TOML that names a recipe, what varies, the seeds and the lengths to read.
-
-A cell is a variant and a seed. It lives in a folder of its own, ``OUT/VARIANT-SEED``: a run folder of ``cable train``
-and, when it is done, ``evaluation.json``. So a study can be cut off anywhere and goes on with the same command, cells
-can be added, and one that fails does not stop the others.
-"""
+"""A study: one TOML that names a recipe, what varies, the seeds and the lengths; a cell is a variant and a seed."""
 
 from __future__ import annotations
 
-import math
 import re
-import shutil
-import statistics
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from cable_attn import findings, harness, passkey, pretraining
+from cable_attn import findings, pretraining
 from cable_attn import recipe as recipes
-from cable_attn.data.corpus import embedded_corpus
-from cable_attn.data.shards import Tokens
-from cable_attn.devices import best_device
-from cable_attn.environment import environment
 from cable_attn.errors import CableError, unknown
-from cable_attn.evaluation import HeldOut, checkpoint_hash, evaluate, find_held_out, share_read
-from cable_attn.files import alone, as_json, packaged, read_json, read_toml, writable_folder, write_json
-from cable_attn.models.loading import load_model, tokenizer_of
+from cable_attn.files import packaged, read_toml
 from cable_attn.recipe import Recipe
-from cable_attn.retrieval import cell as retrieval_cell
 from cable_attn.retrieval.cell import Retrieval
-from cable_attn.training import Stopped, last_complete_checkpoint, read_metrics
 
-EVALUATION = "evaluation.json"
-FAILURE = "failure.txt"
-BASELINE = "bm25.json"
-CURVE_POINTS = 200
 H100 = 989e12 * 0.35
 """What one H100 makes of its peak in training, for estimates."""
-
-Watcher = Callable[[str, str, float], None]
-"""``watch(cell, what, share)``: what a cell is doing, and how much of it is done."""
 
 
 @dataclass(frozen=True)
@@ -163,8 +136,11 @@ def check(study: Study) -> None:
             raise unknown("variant in against", variant, [*study.variants, *study.again])
     for cell in study.cells():
         pretraining.plan(cell.recipe())
-        if study.retrieval is not None and cell.recipe().model.family != "bert":
+        family = cell.recipe().model.family
+        if study.retrieval is not None and family != "bert":
             raise CableError(f"study {study.name!r}: [retrieval] is for encoders, and {cell.name} is a GPT.")
+        if not study.lengths and (family == "gpt" or study.retrieval is not None):
+            raise CableError(f"study {study.name!r}: lengths is empty, and {cell.name} is read at some.")
 
 
 def _check_again(study: Study, name: str, changes: dict[str, Any]) -> None:
@@ -180,53 +156,76 @@ def _check_again(study: Study, name: str, changes: dict[str, Any]) -> None:
 
 
 def from_tree(name: str, tree: dict[str, Any], overrides: list[str]) -> Study:
-    tree = dict(tree)
-    variants = {encoding: [f"encoding={encoding}"] for encoding in tree.pop("encodings", [])}
-    for variant, own in tree.pop("variants", {}).items():
-        variants[variant] = [*variants.get(variant, []), *own]
-    parts = {"reading": tree.pop("reading", {}), "retrieval": tree.pop("retrieval", None)}
-    _require_keys("study", tree, ["encodings", *(f.name for f in fields(Study) if f.name != "name")])
-    _require_keys("reading", parts["reading"], [f.name for f in fields(Reading)])
-    _require_keys("retrieval", parts["retrieval"] or {}, [f.name for f in fields(Retrieval) if f.name != "seed"])
-    retrieval = None if parts["retrieval"] is None else Retrieval(**parts["retrieval"])
-    missing = [key for key in ("recipe", "lengths") if key not in tree] + ([] if variants else ["encodings"])
+    tree = {"title": name, "encodings": [], "variants": {}, "overrides": [], **tree}
+    reading, retrieval = tree.pop("reading", {}), tree.pop("retrieval", None)
+    encodings = recipes.as_type(list[str], tree.pop("encodings"), f"study {name!r}: encodings")
+    own = _values(Study, tree, "study", f"study {name!r}: ")
+    variants = {encoding: [f"encoding={encoding}"] for encoding in encodings}
+    for variant, more in own["variants"].items():
+        variants[variant] = [*variants.get(variant, []), *more]
+    missing = [key for key in ("recipe", "lengths") if key not in own] + ([] if variants else ["encodings"])
     if missing:
         raise CableError(f"study {name!r} lacks {', '.join(missing)}.")
-    _require_values(name, tree, variants, parts["reading"])
-    tree["overrides"] = [*tree.get("overrides", []), *overrides]
-    return Study(
-        name=name, title=tree.pop("title", name), variants=variants, reading=Reading(**parts["reading"]),
-        retrieval=retrieval, **tree,
-    )  # fmt: skip
+    own |= {"variants": variants, "overrides": [*own["overrides"], *overrides]}
+    found = Study(
+        name=name,
+        reading=Reading(**_values(Reading, reading, "[reading]", f"study {name!r}: reading.")),
+        retrieval=None if retrieval is None else _retrieval(retrieval, name),
+        **own,
+    )
+    _check_values(found)
+    return found
 
 
-def _require_values(name: str, tree: dict[str, Any], variants: dict[str, Any], reading: dict[str, Any]) -> None:
-    """What would otherwise come up after hours of training."""
-    for variant in variants:
-        if not re.fullmatch(r"[^\s./\\,\[\]][^/\\,\[\]]*", variant):
-            raise CableError(f"study {name!r}: the variant {variant!r} must do as a folder's name, without , / and [].")
-    for key, least in (("lengths", 1), ("seeds", 0)):
-        values = tree.get(key, [1])
-        if not isinstance(values, list) or any(type(n) is not int or n < least for n in values):
-            raise CableError(f"study {name!r}: {key} must be a list of whole numbers from {least} on, got {values!r}.")
-    for key, value in reading.items():
-        if type(value) is not type(getattr(Reading(), key)):
-            wanted = type(getattr(Reading(), key)).__name__
-            raise CableError(f"study {name!r}: reading.{key} must be {wanted}, got {value!r}.")
+def _retrieval(tree: Any, name: str) -> Retrieval:
+    return Retrieval(**_values(Retrieval, tree, "[retrieval]", f"study {name!r}: retrieval."))
 
 
-def _require_keys(what: str, tree: dict[str, Any], known: list[str]) -> None:
+ELSEWHERE = {"study": ("name", "reading", "retrieval"), "[retrieval]": ("seed",)}
+"""Fields that no key of the table sets."""
+
+
+def _values(cls: type, tree: Any, what: str, before: str) -> dict[str, Any]:
+    """A table of the file as a dataclass takes it."""
+    if not isinstance(tree, dict):
+        raise CableError(f"{before.rstrip('.')} must be a table, got {tree!r}.")
+    known = [field.name for field in fields(cls) if field.name not in ELSEWHERE.get(what, ())]
     for key in tree:
         if key not in known:
-            raise unknown(f"key of a {what}" if what == "study" else f"key of [{what}]", key, known)
+            raise unknown(f"key of {what}", key, known + (["encodings"] if cls is Study else []))
+    return {key: recipes.typed(cls, key, value, before + key) for key, value in tree.items()}
+
+
+def _check_values(study: Study) -> None:
+    """What would otherwise come up after hours of training."""
+    for variant in study.variants:
+        if not re.fullmatch(r"[^\s./\\,\[\]][^/\\,\[\]]*", variant):
+            raise CableError(
+                f"study {study.name!r}: the variant {variant!r} must do as a folder's name, without , / and []."
+            )
+    numbers = {"lengths": (1, study.lengths), "seeds": (0, study.seeds)}
+    numbers |= {f"seeds_of.{name}": (0, seeds) for name, seeds in study.seeds_of.items()}
+    numbers |= {
+        f"reading.{key}": (least, [getattr(study.reading, key)])
+        for key, least in {"tokens": 0, "beginnings": 0, "stride": 0, "passkey": 0, "batch_tokens": 1}.items()
+    }
+    for key, (least, values) in numbers.items():
+        for value in values:
+            if value < least:
+                raise CableError(f"study {study.name!r}: {key} must be at least {least}, got {value}.")
+    if study.lengths and study.reading.stride > min(study.lengths):
+        raise CableError(
+            f"study {study.name!r}: reading.stride={study.reading.stride} is longer than the shortest length, "
+            f"{min(study.lengths)}."
+        )
 
 
 def plan(study: Study) -> list[dict[str, Any]]:
-    """What each cell would cost."""
+    """What each cell would cost to train."""
     rows = []
     for cell in study.cells():
         planned = pretraining.plan(cell.recipe())
-        tokens = planned["tokens in all"]
+        tokens = 0 if study.trained_by else planned["tokens in all"]
         hours = 6 * planned["parameters"] * tokens / H100 / 3600
         rows.append({"cell": cell.name, "parameters": planned["parameters"], "tokens": tokens, "hours": hours})
     return rows
@@ -240,262 +239,3 @@ def choose(study: Study, only: Sequence[str]) -> list[Cell]:
         if name not in known:
             raise unknown("cell", name, known)
     return [cell for cell in cells if not only or cell.name in only or cell.variant in only]
-
-
-def run(
-    study: Study,
-    out: Path,
-    *,
-    only: Sequence[str] = (),
-    watch: Watcher | None = None,
-) -> dict[str, str]:
-    """Train and read what is not done yet, one cell after the other; why each cell that failed did."""
-    writable_folder(out)
-    chosen = choose(study, only)
-    for cell in study.cells():
-        stored_result(cell, out)  # those of other settings must not come up hours later, when the table is made
-    failed = {}
-    for cell in chosen:
-        try:
-            run_cell(cell, out, watch)
-        except Stopped:
-            raise
-        except Exception as error:  # whatever it is, the other cells can still be done
-            failed[cell.name] = f"{type(error).__name__}: {error}" if not isinstance(error, CableError) else str(error)
-            (out / cell.name).mkdir(exist_ok=True)
-            (out / cell.name / FAILURE).write_text(failed[cell.name] + "\n", encoding="utf-8")
-            _tell(watch, cell, "failed", 0.0)
-        _release()
-    return failed
-
-
-def _release() -> None:
-    """Nothing of a cell stays for the next one."""
-    torch.compiler.reset()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def command(study_file: str, out: Path, cell: Cell, overrides: Sequence[str], launcher: Sequence[str]) -> list[str]:
-    """What runs one cell alone: here, through SLURM, or on another machine."""
-    own = [sys.executable, "-m", "cable_attn", "study", "run", study_file, *overrides]
-    return [*launcher, *own, "--out", str(out), "--only", cell.name]
-
-
-def run_cell(cell: Cell, out: Path, watch: Watcher | None = None) -> dict[str, Any]:
-    """One cell, from nothing, from where it was cut off, or already done."""
-    result = stored_result(cell, out)
-    if result is None:
-        folder = out / cell.name
-        folder.mkdir(exist_ok=True)
-        with alone(folder, "cell"):
-            check_reading(cell)
-            result = _read(cell, _trained(cell, out, watch), folder, watch)
-            write_json(folder / EVALUATION, result)
-            shutil.rmtree(folder / retrieval_cell.EMBEDDINGS, ignore_errors=True)
-        (folder / FAILURE).unlink(missing_ok=True)
-    _tell(watch, cell, "done", 1.0)
-    return result
-
-
-def check_reading(cell: Cell) -> None:
-    """What reading will need, before hours of training."""
-    reading, lengths = cell.study.reading, cell.study.lengths
-    if cell.study.retrieval is not None:
-        retrieval_cell.check(cell.study.retrieval)
-        return
-    path = reading.path or cell.recipe().data.path
-    if reading.stride and reading.stride > min(lengths):
-        raise CableError(f"reading.stride={reading.stride} is longer than the shortest length, {min(lengths)}.")
-    if reading.tasks:
-        harness.require_harness()
-    if not lengths:
-        return
-    is_embedded = path == "embedded"
-    if is_embedded:
-        tokens, starts = len(embedded_corpus("test")[0].text.encode()), [0]  # at most so many
-    else:
-        shards = Tokens(Path(path), reading.split)
-        tokens, starts = len(shards), list(shards.document_starts)
-    if reading.beginnings:
-        _check_beginnings(reading.beginnings, lengths)
-        tokens = reading.beginnings * sum(b - a >= reading.beginnings for a, b in pairwise([*starts, tokens])) + 1
-    available = min(tokens, reading.tokens + 1) if reading.tokens else tokens
-    needed = math.lcm(*lengths) if reading.same_tokens else max(lengths)
-    if available <= needed:
-        what = f"lengths that predict the same tokens need {needed}" if reading.same_tokens else f"{needed} needs"
-        raise CableError(f"{path!r}, {reading.split}, gives {available} tokens; {what} more.")
-    if is_embedded:
-        return
-    if reading.passkey and not (Path(cell.recipe().data.path) / "tokenizer").is_dir():
-        raise CableError(f"reading.passkey needs a tokenizer with the tokens in {cell.recipe().data.path!r}.")
-
-
-def _check_beginnings(beginnings: int, lengths: list[int]) -> None:
-    wrong = [length for length in lengths if beginnings % length]
-    if wrong:
-        raise CableError(
-            f"reading.beginnings={beginnings} must be a multiple of every length, and is none of {wrong[0]}: "
-            "a window would hold two documents."
-        )
-
-
-def _trained(cell: Cell, out: Path, watch: Watcher | None) -> Path:
-    """The folder of the cell's trained model."""
-    owner = cell.study.trained_by
-    folder = out.parent / owner / cell.name if owner else out / cell.name
-    if not (folder / "config.json").exists():
-        if owner:
-            raise CableError(f"{str(folder)!r} holds no trained model. Run the study {owner!r} first.")
-        _train(cell, folder, watch)
-    elif changed := pretraining.changes(folder / "recipe.toml", cell.recipe()):
-        raise CableError(f"{str(folder)!r} holds a model of another recipe: {'; '.join(changed)}.")
-    return folder
-
-
-def stored_result(cell: Cell, out: Path) -> dict[str, Any] | None:
-    """What an earlier call has found; results of other settings are an error."""
-    path = out / cell.name / EVALUATION
-    if not path.exists():
-        return None
-    result: dict[str, Any] = read_json(path)
-    before = _complete(result["settings"])
-    if before != as_json(cell.settings()):
-        changed = _difference(before, cell.settings())
-        raise CableError(
-            f"{str(path)!r} holds results of other settings ({changed}). Give the same overrides, choose another "
-            "folder with --out, or delete that file: a model of the same recipe is then read again."
-        )
-    return result
-
-
-def _complete(settings: dict[str, Any]) -> dict[str, Any]:
-    """With the defaults of settings that did not exist yet when these were stored."""
-    defaults = {"recipe": asdict(Recipe()), "reading": asdict(Reading()), "retrieval": asdict(Retrieval())}
-    known = {key: value for key, value in defaults.items() if key in settings}
-    return _merged(as_json(known), settings)
-
-
-def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    both = {key: _merged(below[key], above[key]) for key in below if isinstance(above.get(key), dict)}
-    return {**below, **above, **both}
-
-
-def _difference(before: Any, now: Any, path: str = "") -> str:
-    """The first key that differs."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        for key in {**now, **before}:
-            if before.get(key) != as_json(now.get(key)):
-                return _difference(before.get(key), now.get(key), f"{path}.{key}" if path else key)
-    return f"{path} was {before!r} and is {now!r}"
-
-
-def _tell(watch: Watcher | None, cell: Cell, what: str, share: float) -> None:
-    if watch is not None:
-        watch(cell.name, what, share)
-
-
-def _train(cell: Cell, folder: Path, watch: Watcher | None) -> None:
-    recipe = cell.recipe()
-    loss = float("nan")
-
-    def on_step(step: int, new: float | None) -> None:
-        nonlocal loss
-        loss = loss if new is None else new
-        _tell(watch, cell, "training" if loss != loss else f"training, loss {loss:.2f}", step / recipe.train.steps)
-
-    _tell(watch, cell, "training", 0.0)
-    begun = last_complete_checkpoint(folder / "checkpoints") is not None
-    pretraining.run(recipe, folder, resume=begun, watch=on_step)
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-
-
-def _read(cell: Cell, folder: Path, own: Path, watch: Watcher | None) -> dict[str, Any]:
-    """``folder``: the trained model's; ``own``: the cell's."""
-    study, recipe = cell.study, cell.recipe()
-    result: dict[str, Any] = {
-        "cell": cell.name,
-        "variant": cell.variant,
-        "seed": cell.seed,
-        "settings": cell.settings(),
-        "checkpoint_sha256": checkpoint_hash(folder),
-        **pretraining.origin(recipe),
-        "training": training_record(folder),
-        **environment(),
-    }
-    if study.retrieval is not None:
-
-        def on_share(what: str, share: float) -> None:
-            _tell(watch, cell, what, share)
-
-        result |= retrieval_cell.run(folder, own, study.retrieval, study.lengths, cell.seed, on_share)
-    if recipe.model.family == "bert":  # otherwise the loss of its training is all there is to read
-        return {**result, "results": []}
-    reading = study.reading
-    text = find_held_out(
-        reading.path or recipe.data.path, reading.split, reading.tokens, tokenizer_of(folder), reading.beginnings
-    )
-    result |= {"data": {"source": text.source, "sha256": text.sha256}} | _read_model(cell, folder, {}, text, watch)
-    if cell.again:
-        found = {name: _read_model(cell, folder, changes, text, watch) for name, changes in cell.again.items()}
-        result["again"] = found
-    return result
-
-
-def _read_model(
-    cell: Cell, folder: Path, changes: dict[str, Any], text: HeldOut, watch: Watcher | None
-) -> dict[str, Any]:
-    """``changes``: to the model's config, which its weights know nothing of."""
-    study, reading = cell.study, cell.study.reading
-    model = load_model(folder, **changes).to(best_device())
-
-    def on_share(length: int, share: float) -> None:
-        _tell(watch, cell, f"reading {length} tokens at once", share)
-
-    on_tokens = share_read(text, study.lengths, on_share)
-    options: dict[str, Any] = {"stride": reading.stride or None, "same_tokens": reading.same_tokens}
-    rows = evaluate(model, text, study.lengths, batch_tokens=reading.batch_tokens, watch=on_tokens, **options)
-    result: dict[str, Any] = {"results": rows}
-    if reading.passkey:
-        task = passkey.Task(text.tokenizer)
-        _tell(watch, cell, "looking for pass keys", 1.0)
-        result["passkey"] = passkey.measure(model, task, text.tokens, study.lengths, passkey.DEPTHS, reading.passkey)
-    if reading.tasks and not changes:
-        files = Path(reading.task_folder) if reading.task_folder else None
-        _tell(watch, cell, "answering tasks", 1.0)
-        result["tasks"] = harness.run_tasks(model, text.tokenizer, reading.tasks, files)
-    return result
-
-
-def training_record(folder: Path) -> dict[str, Any]:
-    """The losses and the speed of the run."""
-    lines = read_metrics(folder / "metrics.jsonl")
-    wanted = ("loss", "eval_loss", "peak_memory_mib", "tokens")
-    last = {key: value for line in lines for key, value in line.items() if key in wanted}
-    if seconds := [line["train_runtime"] for line in lines if "train_runtime" in line]:
-        last["train_runtime"] = sum(seconds)  # of a run that was stopped and resumed there are several
-    speeds = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
-    if speeds:  # those of the second half: compiled and warm
-        last["median_tokens_per_second"] = statistics.median(speeds[len(speeds) // 2 :])
-    curve = [(line["tokens"], line["loss"]) for line in lines if "loss" in line]
-    return {**last, "curve": curve[:: max(len(curve) // CURVE_POINTS, 1)]}
-
-
-def results(study: Study, out: Path) -> Iterator[dict[str, Any]]:
-    """The stored results of the cells that are done; those of other settings are an error."""
-    for cell in study.cells():
-        result = stored_result(cell, out)
-        if result is not None:
-            yield result
-
-
-def add_baseline(study: Study, out: Path) -> None:
-    """BM25 on the study's collections, once."""
-    assert study.retrieval is not None
-    known = baseline(out)
-    wanted = study.retrieval.collections
-    write_json(out / BASELINE, {name: known.get(name) or retrieval_cell.baseline(name) for name in wanted})
-
-
-def baseline(out: Path) -> dict[str, dict[str, Any]]:
-    return read_json(out / BASELINE) if (out / BASELINE).exists() else {}

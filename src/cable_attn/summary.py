@@ -14,7 +14,7 @@ from typing import Any
 
 from cable_attn import findings
 from cable_attn import recipe as recipes
-from cable_attn import study as studies
+from cable_attn.cells import EVALUATION, FAILURE, baseline, training_record
 from cable_attn.errors import CableError
 from cable_attn.evaluation import ByDocument, perplexity_over
 from cable_attn.files import read_json, write_atomically
@@ -73,7 +73,7 @@ class Figure:
 def gather(folder: Path, title: str = "", paper: Mapping[str, Mapping[str, float | None]] | None = None) -> Gathered:
     """What a run folder, or a folder of runs, holds."""
     rows = [_row(run) for run in _runs(folder)]
-    return Gathered(title or folder.resolve().name, rows, failures(folder), paper or {}, studies.baseline(folder))
+    return Gathered(title or folder.resolve().name, rows, failures(folder), paper or {}, baseline(folder))
 
 
 def _runs(folder: Path) -> list[Path]:
@@ -83,9 +83,7 @@ def _runs(folder: Path) -> list[Path]:
     below = sorted(folder.iterdir(), key=lambda path: (not path.name.startswith("cable"), path.name))
     runs = [folder] if _is_run(folder) else [path for path in below if path.is_dir() and _is_run(path)]
     if not runs:
-        raise CableError(
-            f"{str(folder)!r} holds no run yet: no metrics.jsonl or {studies.EVALUATION} in it or one below."
-        )
+        raise CableError(f"{str(folder)!r} holds no run yet: no metrics.jsonl or {EVALUATION} in it or one below.")
     return runs
 
 
@@ -196,18 +194,18 @@ def retrieval_tables(gathered: Gathered) -> dict[str, LengthTable]:
 
 def failures(folder: Path) -> dict[str, str]:
     """Why each cell of a study that failed did."""
-    found = sorted(folder.glob(f"*/{studies.FAILURE}"))
+    found = sorted(folder.glob(f"*/{FAILURE}"))
     return {path.parent.name: path.read_text(encoding="utf-8").strip() for path in found}
 
 
 def _is_run(folder: Path) -> bool:
-    return (folder / studies.EVALUATION).is_file() or (
+    return (folder / EVALUATION).is_file() or (
         (folder / "metrics.jsonl").is_file() and (folder / "recipe.toml").is_file()
     )
 
 
 def _row(folder: Path) -> dict[str, Any]:
-    row: dict[str, Any] = read_json(folder / studies.EVALUATION) if (folder / studies.EVALUATION).is_file() else {}
+    row: dict[str, Any] = read_json(folder / EVALUATION) if (folder / EVALUATION).is_file() else {}
     if "cell" in row:
         return row
     settings = {"recipe": asdict(recipes.load(str(folder / "recipe.toml")))}
@@ -216,7 +214,7 @@ def _row(folder: Path) -> dict[str, Any]:
         "cell": folder.resolve().name,
         "variant": folder.resolve().name,
         "settings": settings,
-        "training": studies.training_record(folder),
+        "training": training_record(folder),
         "seed": settings["recipe"]["train"]["seed"],
         "results": row.get("perplexity", []),  # cable eval may have read it
         **{key: known[key] for key in ENVIRONMENT if key in known},

@@ -27,8 +27,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache, StaticCache
 
 from cable_attn import recipe as recipes
-from cable_attn import study as studies
 from cable_attn.attention import BACKENDS
+from cable_attn.cells import training_record
 from cable_attn.devices import best_device
 from cable_attn.encodings import ENCODINGS as ENCODINGS_BY_NAME
 from cable_attn.errors import CableError, reason, require_known
@@ -134,7 +134,7 @@ def origin(folder: Path) -> dict[str, Any]:
     """Where a trained model comes from: its recipe and its training record; nothing of what has no run behind it."""
     if not (folder / "recipe.toml").is_file():
         return {}
-    record = {key: value for key, value in studies.training_record(folder).items() if key != "curve"}
+    record = {key: value for key, value in training_record(folder).items() if key != "curve"}
     recipe = asdict(recipes.load(str(folder / "recipe.toml")))
     return {"checkpoint_sha256": checkpoint_hash(folder), "trained": {"recipe": recipe, **record}}
 

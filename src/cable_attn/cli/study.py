@@ -263,31 +263,31 @@ def _prepare(text: Path | None, documents: tuple[list[Any], list[Any]], folder: 
 
 def _require_windows(study: Any, out: Path) -> None:
     """Text enough to train on and to read."""
-    from cable_attn import study as studies
+    from cable_attn import cells
     from cable_attn.data.shards import Tokens
     from cable_attn.data.windows import TokenWindows
 
     cell = study.cells()[0]
     if cell.recipe().data.path != "embedded":
         TokenWindows(Tokens(out / "data", "train"), cell.recipe().data.length)
-    studies.check_reading(cell)
+    cells.check_reading(cell)
 
 
 def _require_same_settings(study: Any, out: Path) -> None:
-    from cable_attn import study as studies
+    from cable_attn import cells
 
     try:
         for cell in study.cells():
-            studies.stored_result(cell, out)
+            cells.stored_result(cell, out)
     except CableError as error:
         raise CableError(f"{error} With --fresh the demo begins anew.") from None
 
 
 def _add_baseline(study: Any, folder: Path) -> None:
-    from cable_attn import study as studies
+    from cable_attn import cells
 
     try:
-        studies.add_baseline(study, folder)
+        cells.add_baseline(study, folder)
     except Exception as error:  # a table without it is better than none
         say(f"No BM25 beside: {error}")
 
@@ -300,7 +300,9 @@ def _plan_table(study: Any) -> Table:
     from cable_attn import study as studies
 
     rows = studies.plan(study)
-    table = Table("cell", "parameters", "tokens", "hours on one H100, about", title=study.title)
+    caption = f"The models are those of the study {study.trained_by}." if study.trained_by else None
+    columns = ("cell", "parameters", "tokens to train on", "hours on one H100, about")
+    table = Table(*columns, title=study.title, caption=caption)
     for row in rows:
         table.add_row(row["cell"], f"{row['parameters']:,}", f"{row['tokens']:,}", f"{row['hours']:.2f}")
     total = sum(row["tokens"] for row in rows), sum(row["hours"] for row in rows)
@@ -309,6 +311,7 @@ def _plan_table(study: Any) -> Table:
 
 
 def _run_here(study: Any, folder: Path, only: list[str]) -> dict[str, str]:
+    from cable_attn import cells
     from cable_attn import study as studies
     from cable_attn.training import Stopped
 
@@ -323,7 +326,7 @@ def _run_here(study: Any, folder: Path, only: list[str]) -> dict[str, str]:
             progress.update(bars[name], what=what, completed=share)
 
         try:
-            return studies.run(study, folder, only=only, watch=watch)
+            return cells.run(study, folder, only=only, watch=watch)
         except Stopped as stopped:
             say("Stopped and saved. The same command goes on from here.")
             raise typer.Exit(stopped.exit_code) from None
@@ -343,13 +346,14 @@ def _require_own_gpus(study: Any, jobs: int) -> None:
 def _run_in_processes(
     study: Any, file: str, overrides: list[str], folder: Path, only: list[str], jobs: int, launcher: list[str]
 ) -> dict[str, str]:
+    from cable_attn import cells
     from cable_attn import jobs as processes
     from cable_attn import study as studies
     from cable_attn.files import writable_folder
 
     writable_folder(folder / "logs")
-    left = [cell for cell in studies.choose(study, only) if studies.stored_result(cell, folder) is None]
-    commands = {cell.name: studies.command(file, folder, cell, overrides, launcher) for cell in left}
+    left = [cell for cell in studies.choose(study, only) if cells.stored_result(cell, folder) is None]
+    commands = {cell.name: cells.command(file, folder, cell, overrides, launcher) for cell in left}
     with working() as progress:
         bars = {name: progress.add_task(name, total=None, start=False, what="waiting") for name in commands}
 
@@ -366,8 +370,8 @@ def _run_in_processes(
             raise
 
 
-def _tell_failures(failed: dict[str, str], cells: int) -> None:
-    if failed and len(failed) == cells and len(set(failed.values())) == 1:
+def _tell_failures(failed: dict[str, str], chosen: int) -> None:
+    if failed and len(failed) == chosen and len(set(failed.values())) == 1:
         raise CableError(next(iter(failed.values())))
     for name, reason in failed.items():
         say(f"{name} failed: {reason}")
@@ -380,18 +384,17 @@ def _tell_page(page: Path | None) -> None:
 
 def _report(study: Any, folder: Path) -> Path | None:
     """Tables and figures of what is done, in the study's folder, and a page with all of it."""
-    from cable_attn import findings, summary
-    from cable_attn import study as studies
+    from cable_attn import cells, findings, summary
     from cable_attn.files import write_json
 
-    rows = list(studies.results(study, folder))
+    rows = list(cells.results(study, folder))
     if not rows:
         say(f"Nothing is done yet in {folder}.")
         return None
     paper = findings.paper(study.paper)
     theirs = paper["rows"] if paper else {}
     gathered = summary.Gathered(
-        study.title, rows, summary.failures(folder), theirs, studies.baseline(folder), study.against
+        study.title, rows, summary.failures(folder), theirs, cells.baseline(folder), study.against
     )
     tables = summary.length_tables(gathered)
     for name, table in tables.items():

@@ -70,8 +70,11 @@ class EncodedConfig(PreTrainedConfig):
             "num_attention_heads",
             "max_position_embeddings",
         ):
-            if getattr(self, name) < 1:
-                raise CableError(f"{name} must be at least 1, got {getattr(self, name)}.")
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise CableError(f"{name} must be a whole number of at least 1, got {getattr(self, name)!r}.")
+        for name in ("attention_dropout", "hidden_dropout"):
+            if not isinstance(getattr(self, name), float | int) or not 0 <= getattr(self, name) <= 1:
+                raise CableError(f"{name} must lie between 0 and 1, got {getattr(self, name)!r}.")
         if self.hidden_size % self.num_attention_heads:
             divisors = [str(n) for n in range(1, 65) if self.hidden_size % n == 0]
             raise CableError(
