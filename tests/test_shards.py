@@ -124,6 +124,23 @@ def test_the_share_that_is_asked_for_is_held_out(tmp_path, share):
     assert [len(list(streams[split](0))) for split in ("train", "validation")] == [500 - 500 * share, 500 * share]
 
 
+@pytest.mark.parametrize("files", [1, 2, 3, 7, 150])
+def test_of_few_texts_something_is_held_out(tmp_path, files):
+    for n in range(files):
+        (tmp_path / f"{n:03}.TXT").write_text(f"{n:03} " * 200)
+    streams = open_source(str(tmp_path))
+    train, validation = ([document.text for document in streams[name](0)] for name in ("train", "validation"))
+    assert validation and train and "".join(train + validation).count(" ") == files * 200
+    assert len(validation) == 1 and len(train) == max(files - 1, 1)
+    assert list(open_source(str(tmp_path), held_out=0.0)) == ["train"]
+
+
+def test_tables_that_are_no_texts_are_refused(tmp_path):
+    (tmp_path / "a.CSV").write_text("a,b")
+    with pytest.raises(CableError, match="holds rows, not a text. Make a .jsonl"):
+        list(open_source(str(tmp_path / "a.CSV"))["train"](0))
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [

@@ -23,7 +23,7 @@ def evaluate(
         Path | None, typer.Option(help="A text file or a folder of .txt files; default: the embedded test novel.")
     ] = None,
     data: Annotated[Path | None, typer.Option(help="Token shards of cable data prepare, instead of a text.")] = None,
-    split: Annotated[str, typer.Option(help="Of the shards.")] = "validation",
+    split: Annotated[str, typer.Option(help="Of the shards; default: validation.")] = "",
     lengths: Annotated[
         str, typer.Option(help="Tokens to read at once, with commas between; default: 1/2 to 15 × the training length.")
     ] = "",
@@ -120,10 +120,12 @@ def _held_out(text: Path | None, data: Path | None, split: str, tokens: int, tok
     from cable_attn.data import read_texts
     from cable_attn.evaluation import find_held_out, from_texts
 
-    if text is None:
-        return find_held_out("embedded" if data is None else str(data), split, tokens, tokenizer)
-    if data is not None:
+    if text is not None and data is not None:
         raise CableError("give --text or --data, not both.")
+    if split and data is None:
+        raise CableError(f"--split {split} is of token shards, and none are given. Add --data.")
+    if text is None:
+        return find_held_out("embedded" if data is None else str(data), split or "validation", tokens, tokenizer)
     found = from_texts(read_texts(text), tokenizer, str(text))
     return found.first(tokens + 1) if tokens else found
 

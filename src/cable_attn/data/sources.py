@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -10,11 +11,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from cable_attn.data.corpus import EMBEDDED, Document, embedded_corpus, read_text
+from cable_attn.data.corpus import EMBEDDED, Document, embedded_corpus, hold_out, read_text
 from cable_attn.errors import CableError, reason, unknown
 from cable_attn.files import read_jsonl
 
 READABLE = (".txt", ".md", ".jsonl", ".parquet")
+ROWS = (".jsonl", ".parquet")
+"""With many documents in a file; in other files a text is all there is."""
+OTHER_ROWS = (".csv", ".tsv", ".json")
+HELD_OUT = 0.01
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,8 @@ def open_source(name: str, column: str = "text", held_out: float | None = None) 
     """Split → stream of documents.
 
     name: ``embedded``, a short name (HUB), a file or folder (.txt, .md, .jsonl, .parquet), or a dataset ``owner/name``.
-    held_out: the share of documents for validation where the source has no such split; every so-manieth document.
+    held_out: the share of documents for validation where the source has no such split; every so-manieth document. Of
+        few text files it is one at least, of a single one its end.
     """
     if name == "embedded":
         return {split: _embedded(split) for split in EMBEDDED}
@@ -59,14 +65,28 @@ def open_source(name: str, column: str = "text", held_out: float | None = None) 
         return _hub_streams(HUB[name], column, held_out)
     path = Path(name)
     if path.exists():
-        return _hold_out(_skip(lambda: _local(path, column)), 0.01 if held_out is None else held_out)
+        return _local_streams(path, column, HELD_OUT if held_out is None else held_out)
     if name.count("/") == 1 and not name.startswith((".", "/")):
-        return _hub_streams(HubDataset(name, None, {"train": "train"}, 0.01), column, held_out)
+        return _hub_streams(HubDataset(name, None, {"train": "train"}, HELD_OUT), column, held_out)
     raise unknown("source", name, ["embedded", *HUB, "a file or folder", "a dataset id owner/name"])
 
 
 def _embedded(split: str) -> Stream:
     return _skip(lambda: iter(embedded_corpus(split)))
+
+
+def _local_streams(path: Path, column: str, share: float) -> dict[str, Stream]:
+    streams = _hold_out(_skip(lambda: _local(path, column)), share)
+    files = _files(path)
+    if share == 0 or any(file.suffix.lower() in ROWS for file in files):
+        return streams
+    if len(files) > 1:
+        return _hold_out(_skip(lambda: _local(path, column)), max(share, math.ceil(1e6 / len(files)) / 1e6))
+
+    def part(n: int) -> Stream:
+        return _skip(lambda: iter(hold_out(list(_local(path, column)), share)[n]))
+
+    return {"train": part(0), "validation": part(1)}
 
 
 def _skip(documents: Callable[[], Iterator[Document]]) -> Stream:
@@ -104,7 +124,7 @@ def state_of(source: str) -> str | None:
 
 
 def _files(path: Path) -> list[Path]:
-    return sorted(p for p in path.rglob("*") if p.suffix in READABLE) if path.is_dir() else [path]
+    return sorted(p for p in path.rglob("*") if p.suffix.lower() in READABLE) if path.is_dir() else [path]
 
 
 def _local(path: Path, column: str) -> Iterator[Document]:
@@ -112,10 +132,13 @@ def _local(path: Path, column: str) -> Iterator[Document]:
     if not paths:
         raise CableError(f"folder {str(path)!r} has no file of a kind that can be read: {', '.join(READABLE)}.")
     for file in paths:
-        if file.suffix == ".jsonl":
+        suffix = file.suffix.lower()
+        if suffix == ".jsonl":
             yield from _jsonl(file, column)
-        elif file.suffix == ".parquet":
+        elif suffix == ".parquet":
             yield from _parquet(file, column)
+        elif suffix in OTHER_ROWS:
+            raise CableError(f"{str(file)!r} holds rows, not a text. Make a .jsonl or a .parquet file of it.")
         else:
             yield Document(file.name, read_text(file))
 
