@@ -276,7 +276,7 @@ for name in ("matplotlib", "triton", "datasets", "tiktoken", "sentence_transform
 import socket
 def refuse(*args, **kwargs): raise AssertionError("network at import")
 socket.socket.connect = refuse
-import cable_attn, cable_attn.cli, cable_attn.study, cable_attn.harness, cable_attn.report
+import cable_attn, cable_attn.cli, cable_attn.cells, cable_attn.harness, cable_attn.report
 import torch
 assert not torch.cuda.is_initialized()
 model = cable_attn.CableGPTForCausalLM(cable_attn.CableGPTConfig.preset("tiny", vocab_size=50, hidden_size=32))
@@ -534,12 +534,18 @@ def test_serve_says_what_is_missing(checkpoint, tmp_path):
     shutil.copy(checkpoint / "tokenizer.json", tmp_path)
     done = CliRunner().invoke(app, ["serve", str(tmp_path)])
     assert done.exit_code != 0 and "is an encoder" in str(done.exception)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = CliRunner().invoke(app, ["serve", str(checkpoint), "--host", "127.0.0.1", "--port", port])
+    assert done.exit_code != 0 and f"cannot listen at 127.0.0.1:{port}" in str(done.exception)
 
 
 @pytest.mark.parametrize(
     ("command", "words"),
     [
         (["decode", "rope", "--size", "tiny", "--lengths", "9", "--text", "TEXT"], "is not a .npy file of token ids"),
+        (["forget", "MODEL", "LARGE", "--tokens", "3"], "has a token 70000, and the model knows"),
+        (["pruning", "MODEL", "LARGE", "--lengths", "3"], "has a token 70000, and the model knows"),
         (["forget", "MODEL", "TABLE"], "holds float64 [2, 3]; token ids are integers in one row"),
         (["decode", "BROKEN", "--lengths", "9"], "cannot be loaded"),
         (
@@ -555,7 +561,8 @@ def test_a_benchmark_that_cannot_begin_says_why_and_stores_nothing(command, word
     (tmp_path / "text.txt").write_text("It is a truth")
     np.save(tmp_path / "table.npy", np.zeros((2, 3)))
     places = {"MODEL": checkpoint, "BROKEN": tmp_path / "broken", "TEXT": tmp_path / "text.txt"}
-    places["TABLE"] = tmp_path / "table.npy"
+    np.save(tmp_path / "large.npy", np.array([1, 2, 70000]))
+    places |= {"TABLE": tmp_path / "table.npy", "LARGE": tmp_path / "large.npy"}
     arguments = [str(places.get(part, part)) for part in command]
     done = CliRunner().invoke(app, ["bench", *arguments, "--results", str(tmp_path / "rows")])
     assert isinstance(done.exception, CableError) and words in str(done.exception)

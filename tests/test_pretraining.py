@@ -281,6 +281,18 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_all_names(shards, tmp_path
     assert saved is not None and int(saved.rsplit("-", 1)[1]) < step
 
 
+@pytest.mark.parametrize("file", ["optimizer.pt", "model.safetensors"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_goes_on(shards, tmp_path, file):
+    pretraining.run(small(shards, steps=4, save_every=2), tmp_path / "run")
+    last = tmp_path / "run/checkpoints/checkpoint-4"
+    (last / file).write_bytes(b"damaged")
+    with pytest.raises(CableError, match=r"checkpoint-4' cannot be read .*go on from the one before"):
+        pretraining.run(small(shards, steps=4, save_every=2), tmp_path / "run", resume=True)
+    shutil.rmtree(last)
+    pretraining.run(small(shards, steps=4, save_every=2), tmp_path / "run", resume=True)
+    assert list(metrics(tmp_path / "run")) == [1, 2, 3, 4]
+
+
 def test_a_full_disk_loses_nothing_that_was_saved(shards, tmp_path, monkeypatch):
     save = Trainer._save_optimizer_and_scheduler
 

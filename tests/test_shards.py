@@ -135,9 +135,15 @@ def test_of_few_texts_something_is_held_out(tmp_path, files):
     assert list(open_source(str(tmp_path), held_out=0.0)) == ["train"]
 
 
+def test_a_manifest_that_is_none_is_told(tmp_path):
+    (tmp_path / "manifest.json").write_text("[]")
+    with pytest.raises(CableError, match=r"manifest.json' holds no dict, but \[\]"):
+        Tokens(tmp_path, "train")
+
+
 def test_tables_that_are_no_texts_are_refused(tmp_path):
     (tmp_path / "a.CSV").write_text("a,b")
-    with pytest.raises(CableError, match="holds rows, not a text. Make a .jsonl"):
+    with pytest.raises(CableError, match="holds rows, not a text"):
         list(open_source(str(tmp_path / "a.CSV"))["train"](0))
 
 

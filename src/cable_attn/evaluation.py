@@ -298,6 +298,14 @@ def measure(
     return tally
 
 
+def require_known_tokens(tokens: Any, model: Any, source: str) -> None:
+    """Another tokenizer's may be past the end of the model's table."""
+    least, largest, known = int(tokens.min()), int(tokens.max()), model.config.vocab_size
+    if least < 0 or largest >= known:
+        wrong = least if least < 0 else largest
+        raise CableError(f"{source!r} has a token {wrong}, and the model knows {known}: its tokenizer is another.")
+
+
 def require_positions(model: torch.nn.Module, length: int) -> None:
     """A learned table of positions ends somewhere; on a GPU reading past it would kill the process."""
     for positions in learned_positions(model):

@@ -77,11 +77,14 @@ def write_json(path: Path, value: Any) -> None:
     write_atomically(path, json.dumps(value, indent=2) + "\n")
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, kind: type = dict) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CableError(f"cannot read {str(path)!r}: {error}. Delete it to make it anew.") from error
+    if not isinstance(value, kind):
+        raise CableError(f"{str(path)!r} holds no {kind.__name__}, but {value!r:.40}. Delete it to make it anew.")
+    return value
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -21,6 +21,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from cable_attn.errors import CableError, reason
 from cable_attn.files import write_atomically
 from cable_attn.models.layers import undecayed_by_encodings
 
@@ -68,12 +69,32 @@ def decayed_parameters(model: nn.Module) -> list[str]:
     return [name for name, value in model.named_parameters() if value.dim() >= 2 and name not in spared]
 
 
+@contextmanager
+def _told(checkpoint: str | None) -> Iterator[None]:
+    """A damaged checkpoint, in a line."""
+    try:
+        yield
+    except Exception as error:  # torch's and safetensors' are of many kinds
+        raise CableError(
+            f"checkpoint {checkpoint!r} cannot be read ({reason(error)}). Delete its folder to go on from the one "
+            "before."
+        ) from error
+
+
 class DecayingTrainer(Trainer):
     """Weight decay where the paper has it; says nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.remove_callback(PrinterCallback)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        with _told(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with _told(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         return decayed_parameters(model)

@@ -86,7 +86,7 @@ def bench_tiles(
         rows.append(row)
         console.print(f"{row['kernel']:>8} {tuple(row['tile'])} {row['ms']:.3f} ms", highlight=False)
     entry = bench.best(rows)
-    known = read_json(out) if out.exists() else []
+    known = read_json(out, list) if out.exists() else []
     same = [(old["dim"], old["kernel"]) == (entry["dim"], entry["kernel"]) for old in known]
     write_json(out, [old for old, is_same in zip(known, same) if not is_same] + [entry])
     console.print(f"Written: {out}. Use it with CABLE_TILES={out}", markup=False, highlight=False)
@@ -252,6 +252,7 @@ def bench_forget(
 
     from cable_attn.bench import generation as bench
     from cable_attn.environment import environment
+    from cable_attn.evaluation import require_known_tokens
     from cable_attn.models.loading import load_model
 
     found = torch.from_numpy(_token_ids(text)[:tokens])[None]
@@ -259,6 +260,7 @@ def bench_forget(
         raise CableError(f"{str(text)!r} has {found.shape[1]} tokens, --tokens={tokens} are wanted.")
     precision = "bf16" if torch.cuda.is_available() else "fp32"
     model = bench.prepare(load_model(checkpoint), precision)
+    require_known_tokens(found, model, str(text))
     around = {"model": str(checkpoint), "precision": precision, **environment()}
     rows = bench.forget(model, found.to(model.device), epsilon, piece, compare)
     whole = (row | bench.origin(checkpoint) if "as_full" in row else row for row in rows)
@@ -287,6 +289,7 @@ def bench_pruning(
     from cable_attn.bench.records import pruning_markdown
     from cable_attn.data import encode, read_texts
     from cable_attn.environment import environment
+    from cable_attn.evaluation import require_known_tokens
     from cable_attn.models.loading import load_causal_lm, load_model
 
     if text.suffix == ".npy":
@@ -294,6 +297,7 @@ def bench_pruning(
     else:
         model, tokenizer = load_causal_lm(checkpoint)
         tokens = encode(read_texts(text), tokenizer)
+    require_known_tokens(tokens, model, str(text))
     found = bench.run(model, tokens, numbers(lengths), epsilon, console.print)
     rows = _keep(found, results, environment(), lambda row: "")
     console.print(pruning_markdown(rows), highlight=False, soft_wrap=True)

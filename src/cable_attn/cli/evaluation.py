@@ -131,16 +131,14 @@ def _held_out(text: Path | None, data: Path | None, split: str, tokens: int, tok
 
 
 def _require_readable(held_out: Any, model: Any) -> None:
+    from cable_attn.evaluation import require_known_tokens
+
     if len(held_out.tokens) < 2:
         raise CableError(
             f"{held_out.source!r} has {len(held_out.tokens)} tokens, and two are the least that can be read. Give "
             "another --split, or hold more out with cable data prepare --held-out 0.1."
         )
-    largest, known = int(held_out.tokens.max()), model.config.vocab_size
-    if largest >= known:
-        raise CableError(
-            f"{held_out.source!r} has a token {largest}, and the model knows {known}: its tokenizer is another."
-        )
+    require_known_tokens(held_out.tokens, model, held_out.source)
 
 
 def _default_lengths(model: Any, tokens: int) -> list[int]:

@@ -108,10 +108,26 @@ def serve(
             raise CableError(f"{checkpoint!r} has no {name}: give the folder of a finished run, or a model of the hub.")
     if load_config(folder).model_type == "cable_bert":
         raise CableError(f"{checkpoint!r} is an encoder, which does not write text. cable retrieve search uses it.")
+    _require_free(host, port)
     # The server looks for a model's class among those of transformers; no code comes from the checkpoint.
     setattr(transformers, CableGPTForCausalLM.__name__, CableGPTForCausalLM)
     Console(stderr=True).print(f"{checkpoint} at http://{host}:{port}/v1/completions", highlight=False)
     Serve(force_model=str(folder), host=host, port=port, log_level="error")
+
+
+def _require_free(host: str, port: int) -> None:
+    """Before a model is loaded for nothing."""
+    import socket
+
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as found:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(address)
+    except OSError as error:
+        raise CableError(
+            f"cannot listen at {host}:{port}: {error.strerror}. Choose another --port or --host."
+        ) from error
 
 
 def _set_pruning(model: Any, epsilon: float) -> None:

@@ -171,7 +171,7 @@ def encoder_hash(name: str) -> str:
     """Of the weights of all its modules and of its tokenizer, whatever else lies below its folder."""
     folder = checkpoint_folder(name)
     modules = folder / "modules.json"
-    places = [folder / module["path"] for module in read_json(modules)] if modules.is_file() else [folder]
+    places = [folder / module["path"] for module in read_json(modules, list)] if modules.is_file() else [folder]
     weights = [place for place in places if (place / "config.json").is_file()] or [folder]
     known = "".join(checkpoint_hash(path) for path in weights).encode()
     known += b"".join(path.read_bytes() for place in places if (path := place / "tokenizer.json").is_file())
