@@ -67,7 +67,7 @@ def test_the_benchmark_report_is_made_from_the_stored_rows(tmp_path):
     assert result.exit_code == 0, result.output
     text = page.read_text()
     assert text.startswith("before\n<!-- attention -->\n| B,H,T,D | cable |") and text.endswith("<!-- end -->\nafter\n")
-    assert all((tmp_path / f"attention.{kind}").stat().st_size > 1000 for kind in ("png", "svg"))
+    assert "<svg" in (tmp_path / "attention.svg").read_text()
 
 
 def test_the_generation_tables_and_figure_are_made_from_rows(tmp_path):
@@ -91,7 +91,7 @@ def test_the_generation_tables_and_figure_are_made_from_rows(tmp_path):
     assert "- cable, pruned, 8 tokens behind 65,536: 7 as with a dynamic cache" in page.read_text()
     assert "| cable, pruned | 1 | 5.000 s (0.40), 0.5 GiB |" in page.read_text()
     assert "| rope, 8,192 at a time | 1 | 4.000 s (1.00), 0.5 GiB |" in page.read_text()
-    assert (tmp_path / "generation.png").stat().st_size > 1000
+    assert (tmp_path / "generation.svg").stat().st_size > 1000
     with (results / "decode.jsonl").open("a") as file:  # a run that came to nothing
         file.write(json.dumps({"model": "cable", "batch": 1, "error": "no memory", "commit": "later"}) + "\n")
     before = page.read_text()

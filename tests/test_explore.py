@@ -428,11 +428,13 @@ def test_plots_are_written_in_every_form(runs, text, tmp_path):
         "compare": ["compare", runs["cable"], runs["alibi"], "--text", text, "--head", "1", "--tokens", "32"],
         "diagram": ["diagram"],
     }.items():
-        code, told = cable("plot", *arguments, "--out", tmp_path / "new" / f"{name}.png")
+        code, told = cable("plot", *arguments, "--out", tmp_path / "new" / name)
         assert code == 0, told
         for ending, start in starts.items():
             assert (tmp_path / "new" / f"{name}.{ending}").read_bytes().startswith(start)
     assert len(list((tmp_path / "new").iterdir())) == 12
+    assert cable("plot", "diagram", "--out", tmp_path / "one" / "diagram.pdf")[0] == 0
+    assert [path.name for path in (tmp_path / "one").iterdir()] == ["diagram.pdf"]
     bars = (tmp_path / "new" / "training.svg").read_text()
     assert all(told in bars for told in ("rope", "cable", "seconds for a million tokens"))
 

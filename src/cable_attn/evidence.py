@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -127,11 +126,7 @@ class Stored:
         target = self.figures / f"{self.study.name}-{figure.name}.svg"
         if target not in self.written:
             target.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory() as folder:
-                paths = figure.draw(Path(folder) / figure.name)
-                drawn = next(path for path in paths if path.suffix == ".svg").read_bytes()
-            write_atomically(target, drawn)
-            self.written.append(target)
+            self.written += figure.draw(target)
         return f"![{self.study.title}: {figure.caption}]({self._link(target)})"
 
     def _runs(self) -> str:

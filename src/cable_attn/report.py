@@ -43,13 +43,13 @@ def pyplot() -> Any:
 
 
 def save(figure: Any, stem: Path) -> list[Path]:
-    """``stem``.png, .svg and .pdf."""
-    paths = []
-    for kind in KINDS:
-        picture = io.BytesIO()
+    """``stem``.png, .svg and .pdf; the one file if it ends so already."""
+    one = stem.suffix[1:]
+    paths = [stem] if one in KINDS else [stem.with_name(f"{stem.name}.{kind}") for kind in KINDS]
+    for path in paths:
+        picture, kind = io.BytesIO(), path.suffix[1:]
         figure.savefig(picture, format=kind, dpi=160, metadata=UNDATED.get(kind))
-        paths.append(stem.with_name(f"{stem.name}.{kind}"))
-        write_atomically(paths[-1], picture.getvalue())
+        write_atomically(path, picture.getvalue())
     pyplot().close(figure)
     return paths
 

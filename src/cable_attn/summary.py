@@ -311,14 +311,13 @@ def _figures(gathered: Gathered) -> list[str]:
     """Drawn anew from the numbers, inside the page."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            return [_figure(figure.draw(Path(folder) / figure.name), figure.caption) for figure in figures(gathered)]
+            return [_figure(figure.draw(Path(folder) / "one.svg")[0], figure.caption) for figure in figures(gathered)]
         except ImportError:
             return ["<p>No figures: matplotlib is missing. pip install 'cable-attn[plot]'</p>"]
 
 
-def _figure(paths: list[Path], caption: str) -> str:
-    svg = next(path for path in paths if path.suffix == ".svg").read_bytes()
-    source = f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
+def _figure(svg: Path, caption: str) -> str:
+    source = f"data:image/svg+xml;base64,{base64.b64encode(svg.read_bytes()).decode()}"
     return f'<figure><img src="{source}" alt="{escape(caption)}"><figcaption>{escape(caption)}</figcaption></figure>'
 
 

@@ -319,16 +319,16 @@ def bench_report(
         write_atomically(page, records.fill(page.read_text(encoding="utf-8"), results))
         written.append(page)
     if (results / "attention.jsonl").exists():
-        written += speed_figure(records.latest(records.read(results / "attention.jsonl")), docs / "attention")
+        written += speed_figure(records.latest(records.read(results / "attention.jsonl")), docs / "attention.svg")
     if (results / "training.jsonl").exists():
         rows = records.latest_by_size(records.read(results / "training.jsonl"))
-        written += training_figure(rows, docs / "training")
+        written += training_figure(rows, docs / "training.svg")
     generation = [results / name for name in ("decode.jsonl", "prefill.jsonl")]
     if all(path.exists() for path in generation):
         decode, prefill = (records.latest_by_model(records.read(path)) for path in generation)
-        written += generation_figure(decode, prefill, docs / "generation")
+        written += generation_figure(decode, prefill, docs / "generation.svg")
     if (results / "forget.jsonl").exists():
-        written += forgetting_figure(records.latest(records.read(results / "forget.jsonl")), docs / "forgetting")
+        written += forgetting_figure(records.latest(records.read(results / "forget.jsonl")), docs / "forgetting.svg")
     if not written:
         raise CableError(f"{str(results)!r} holds no measurements, and {str(docs)!r} no document to put them in.")
     console.print("Written:", *written, highlight=False)

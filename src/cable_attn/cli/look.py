@@ -149,7 +149,9 @@ plot_app = typer.Typer(
 )
 Layer = Annotated[int, typer.Option(help="From 0; −1 is the last.")]
 Tokens = Annotated[int, typer.Option(min=2, help="Read at most so many tokens of the text.")]
-Stem = Annotated[Path | None, typer.Option(help="Where to: a path without its ending; default: the figure's name.")]
+Stem = Annotated[
+    Path | None, typer.Option(help="Where to: a path for .png, .svg and .pdf, or with one of them; default: its name.")
+]
 
 
 @plot_app.command(name="bias")
@@ -269,8 +271,6 @@ def _stem(out: Path | None, name: str) -> Path:
     from cable_attn.files import writable_folder
 
     stem = out or Path(name)
-    if stem.suffix in (".png", ".svg", ".pdf"):
-        stem = stem.with_suffix("")
     writable_folder(stem.parent)
     return stem
 
