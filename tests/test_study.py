@@ -354,6 +354,19 @@ def test_a_length_that_cannot_be_read_has_a_row_that_says_so(tokenizer):
     assert "needs at least" in rows[0]["error"] and rows[1]["samples"] == 1 and "96" in rows[2]["error"]
 
 
+def test_a_taught_window_has_one_text_or_several_each_with_its_own_answer(tokenizer):
+    task, counts = passkey.Task(tokenizer), set()
+    filler = np.asarray(tokenizer("and so on " * 2000)["input_ids"])[:1024]
+    for seed in range(40):
+        window = task.teach(filler, np.random.default_rng(seed))
+        text = tokenizer.decode(window)
+        told = re.findall(r"The pass key is (\d{5})\. Remember it\. (\d{5}) is", text)
+        asked = re.findall(r"What is the pass key\? The pass key is (\d{5})", text)
+        assert len(window) == len(filler) and [a for a, b in told if a == b] == asked
+        counts.add(len(asked))
+    assert counts == {1, 2, 4, 8} or counts == {1, 2, 4}  # by the tokens that its words have
+
+
 def test_a_passkey_text_that_does_not_fit_is_refused(tokenizer):
     with pytest.raises(CableError, match="needs at least"):
         passkey.Task(tokenizer).make(np.arange(5), 10, 0.5, np.random.default_rng(0))
@@ -383,6 +396,7 @@ def test_training_mixes_passkey_texts_in(tmp_path, monkeypatch):
     texts = [data.tokenizer.decode(data.train[n]["input_ids"]) for n in range(60)]
     share = sum("What is the pass key? The pass key is" in text for text in texts) / 60
     assert 0.3 < share < 0.7
+    assert all(len(data.train[n]["input_ids"]) == chosen.data.length for n in range(60))
     monkeypatch.setattr(pretraining, "find_tokenizer", None)  # nothing is made twice
     (tmp_path / "alibi-0").mkdir()
     again = pretraining.load_data(chosen, tmp_path / "alibi-0")

@@ -34,6 +34,8 @@ class Form:
     answer: Callable[[np.random.Generator], str]
 
 
+LEAST_FILLER = 1.5
+"""Where several texts share a window, each is so many times as long as what it tells and asks, or longer."""
 DEPTHS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 
 FORMS = {
@@ -83,6 +85,17 @@ class Task:
         around = np.resize(filler, room)
         return Sample(np.concatenate([around[:at], fact, around[at:], question, reply]), len(reply))
 
+    def teach(self, filler: np.ndarray, draw: np.random.Generator) -> np.ndarray:
+        """Texts of the task side by side, as long as the filler together: one, or 2, 4, … that are not all fact.
+
+        One answer among hundreds of tokens is too little to learn from in a short run.
+        """
+        answer = self.form.answer(draw)
+        told = self._encode(f"{self.form.fact.format(answer, answer)}{self.form.question} {answer}")
+        doublings = max(int(len(filler) / (LEAST_FILLER * len(told))), 1).bit_length()
+        parts = np.array_split(filler, 2 ** int(draw.integers(doublings)))
+        return np.concatenate([self.make(part, len(part), draw.random(), draw).tokens for part in parts])
+
 
 class Mixed(Dataset):
     """Windows of which a share is made into passkey texts, each from its own tokens; the same in every epoch."""
@@ -98,8 +111,7 @@ class Mixed(Dataset):
         draw = np.random.Generator(np.random.Philox(key=[self.seed, index]))
         if draw.random() >= self.share:
             return sample
-        ids = sample["input_ids"].numpy()
-        made = torch.from_numpy(self.task.make(ids, len(ids), draw.random(), draw).tokens)
+        made = torch.from_numpy(self.task.teach(sample["input_ids"].numpy(), draw))
         return {**sample, "input_ids": made, "labels": made}
 
 
