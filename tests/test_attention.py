@@ -270,6 +270,8 @@ def bad_requests():
     yield (q, k, v), {"document_ids": torch.ones(5)}, "document_ids must be [1, 5]"
     yield (q, k, v), {"dropout": 1.0}, "dropout must lie in [0, 1)"
     yield (q, k, v), {"softcap": 0.0}, "softcap must be positive"
+    yield (q, k, v), {"scale": 0.0}, "scale must be finite and not 0"
+    yield (q, k, v, ToeplitzBias(torch.zeros(4, 5))), {"causal": False}, "knows distances to earlier keys only"
     yield (q, k, v), {"backend": "spda"}, "Did you mean 'sdpa'?"
 
 

@@ -316,7 +316,7 @@ def test_pruning_is_refused_with_a_reason(bias, prune, words):
         ({"mix": lambda s, b, q, seen: s}, "(mix)"),
         ({"bias": NoBias()}, "take no NoBias"),
         ({"bias": FunctionBias(lambda i, j, start: torch.zeros(2, 1, len(i), len(j)))}, "differs from text to text"),
-        ({"scale": 0.0}, "need a positive scale"),
+        ({"scale": -1.0}, "need a positive scale"),
         ({"query_start": torch.tensor(0)}, "known only on the device"),
         ({"dim": 136, "prune": 1e-3, "kind": "gain"}, "pruning in float32 takes head dimensions up to 128"),
     ],

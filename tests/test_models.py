@@ -361,6 +361,15 @@ def test_spread_init_survives_from_pretrained(tmp_path):
     assert again.transformer.h[0].attn.encoding.step.bias.min() == 3
 
 
+def test_a_mask_that_tells_of_too_few_tokens_is_refused():
+    model, ids = small_gpt().eval(), torch.arange(1, 13)[None]
+    with pytest.raises(CableError, match="tells of 11 tokens, and there are 12"):
+        model(ids, attention_mask=torch.ones(1, 11))
+    cache = model(ids[:, :10], use_cache=True).past_key_values
+    with pytest.raises(CableError, match="tells of 1 tokens, and there are 11"):
+        model(ids[:, 10:11], attention_mask=torch.ones(1, 1), past_key_values=cache)
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -368,6 +377,7 @@ def test_spread_init_survives_from_pretrained(tmp_path):
         ({"num_key_value_heads": 3}, ["num_key_value_heads=3 does not divide num_attention_heads=4"]),
         ({"num_hidden_layers": 0}, ["num_hidden_layers must be a whole number of at least 1, got 0"]),
         ({"num_hidden_layers": "two"}, ["num_hidden_layers must be a whole number of at least 1, got 'two'"]),
+        ({"attention_window": 0}, ["attention_window must be a whole number of at least 1, got 0"]),
         ({"hidden_dropout": 2}, ["hidden_dropout must lie between 0 and 1, got 2"]),
         ({"hidden_dim": 64}, ["unknown field of CableGPTConfig 'hidden_dim'", "Did you mean 'hidden_size'?"]),
         ({"attention_backend": "flash"}, ["unknown attention backend 'flash'", "auto, "]),

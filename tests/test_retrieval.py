@@ -242,6 +242,15 @@ def test_odd_collections_are_told(tmp_path):
     assert "1 documents are empty" in told and "'nowhere'" in told and "'nobody'" in told
 
 
+def test_judgements_need_no_header_and_queries_must_count(tmp_path):
+    queries = QUERY + b'{"_id": "empty", "text": " "}\n{"_id": "none", "text": "x"}\n'
+    write(tmp_path / "c", DOCUMENT, queries, b"empty\ta\t1\nnone\ta\t-1\n")
+    judged = tmp_path / "c/qrels/test.tsv"
+    judged.write_text("q\ta\t1\n" + "".join(judged.read_text().splitlines(keepends=True)[1:]))
+    found = read_collection(tmp_path / "c")
+    assert list(found.queries) == ["q"] and "1 queries of the judgements are empty" in " ".join(found.notes)
+
+
 MLDR = {
     "corpus": b'{"docid": "a", "text": "long"}\n{"docid": "b", "text": "longer"}\n',
     "test": b'{"query_id": "q", "query": "what", "positive_passages": [{"docid": "b", "text": "longer"}]}\n',
@@ -317,6 +326,21 @@ def test_triplets_have_many_names(tmp_path):
     (tmp_path / "t.jsonl").write_text("\n".join(rows))
     first, second = training.read_triplets(str(tmp_path / "t.jsonl"))
     assert first == training.Triplet("a", "b", ("c", "d")) and second == training.Triplet("a", "b", ("c",))
+
+
+def test_every_positive_counts_and_no_negative_is_one(tmp_path):
+    (tmp_path / "t.jsonl").write_text('{"query": "a", "positive": ["b", "c"], "negative": ["b", " ", "d"]}')
+    found = training.read_triplets(str(tmp_path / "t.jsonl"))
+    assert found == [training.Triplet("a", "b", ("d",)), training.Triplet("a", "c", ("d",))]
+    assert training.read_triplets(str(tmp_path / "t.jsonl"), 1) == found[:1]
+
+
+def test_the_baseline_of_words_is_of_the_collection_as_it_is(tmp_path):
+    write(tmp_path / "c", DOCUMENT, QUERY, b"q\ta\t1\n")
+    name = str(tmp_path / "c")
+    known = cell.baseline(name)
+    stale = {**known, "ndcg@10": -1.0}
+    assert cell.baseline(name, stale) == stale and cell.baseline(name, {**stale, "sha256": ""}) == known
 
 
 def test_an_encoder_that_cannot_be_loaded_leaves_nothing_behind(embedded, tmp_path):

@@ -135,6 +135,22 @@ def test_of_few_texts_something_is_held_out(tmp_path, files):
     assert list(open_source(str(tmp_path), held_out=0.0)) == ["train"]
 
 
+def test_what_lies_in_a_folder_is_neither_deleted_nor_written_over(texts, tmp_path):
+    mine = tmp_path / "mine" / "tokenizer"
+    mine.mkdir(parents=True)
+    (mine / "tokenizer.json").write_text("mine")
+    with pytest.raises(CableError, match="is not empty"):
+        made(tmp_path / "mine", texts)
+    assert (mine / "tokenizer.json").read_text() == "mine"
+
+
+def test_the_name_of_a_special_token_in_a_text_is_text(tmp_path):
+    (tmp_path / "a.txt").write_text("and so on <|endoftext|> and on " * 50)
+    made(tmp_path / "shards", tmp_path / "a.txt")
+    found = Tokens(tmp_path / "shards", "train")
+    assert int((found.slice(0, len(found)) == 0).sum()) == 1  # before the document
+
+
 def test_a_manifest_that_is_none_is_told(tmp_path):
     (tmp_path / "manifest.json").write_text("[]")
     with pytest.raises(CableError, match=r"manifest.json' holds no dict, but \[\]"):
@@ -192,8 +208,8 @@ def test_lines_become_articles():
     assert documents[1].text.startswith(" = Two =")
 
 
-def test_a_folder_with_only_a_tokenizer_is_begun_again(tmp_path, texts):
-    (tmp_path / "shards/tokenizer").mkdir(parents=True)
+def test_a_folder_that_was_hardly_begun_is_begun_again(tmp_path, texts):
+    (tmp_path / "shards/tokenizer.partial").mkdir(parents=True)
     (tmp_path / "shards/.manifest.json.1.partial").write_text("{")
     made(tmp_path / "shards", texts)
     assert verify(tmp_path / "shards") == []
@@ -241,6 +257,12 @@ def test_masks_depend_on_the_place_alone():
     assert 0.7 < replaced.float().mean() < 0.9
     assert torch.equal(first["labels"][chosen], rows[1]["input_ids"][chosen])
     assert torch.equal(first["input_ids"][~chosen], rows[1]["input_ids"][~chosen])
+
+
+def test_a_window_has_something_to_predict():
+    tokenizer = train_bpe(embedded_corpus("test"), 400)
+    masked = Masked([{"input_ids": torch.randint(5, 400, (20,))} for _ in range(50)], tokenizer, 0.01, seed=1)
+    assert all((masked[place]["labels"] >= 0).any() for place in range(50))
 
 
 def test_the_command_prepares_the_embedded_corpus(tmp_path):

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -215,6 +216,42 @@ def test_a_folder_never_mixes_settings(file, tmp_path):
         list(cells.results(other, tmp_path / "out"))
 
 
+def test_results_of_other_tokens_never_mix(file, shards, tmp_path):
+    own = shutil.copytree(shards, tmp_path / "tokens")
+    file.write_text(file.read_text().replace(str(shards), str(own)))
+    small = study.load(str(file), ["steps=2"])
+    assert cells.run(small, tmp_path / "out", only=["cable"]) == {}
+    manifest = json.loads((own / "manifest.json").read_text())
+    (own / "manifest.json").write_text(json.dumps({**manifest, "made": "anew"}))
+    with pytest.raises(CableError, match="has changed since cable-0 was read"):
+        cells.run(small, tmp_path / "out", only=["alibi"])
+    assert not (tmp_path / "out/alibi-0").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [("seed=7", "a study has its own seeds"), ("encoding=rope", "sets model.encoding itself. Choose variants")],
+)
+def test_an_override_that_would_be_lost_is_refused(file, override, words):
+    with pytest.raises(CableError, match=words):
+        study.load(str(file), [override])
+
+
+def test_a_recipe_may_lie_beside_its_study(tmp_path):
+    (tmp_path / "mine.toml").write_text("[train]\nsteps = 3\n")
+    (tmp_path / "table.toml").write_text('recipe = "mine.toml"\nencodings = ["cable"]\nlengths = [8]\n')
+    assert study.load(str(tmp_path / "table.toml")).cells()[0].recipe().train.steps == 3
+
+
+def test_a_table_of_several_training_lengths_claims_none():
+    row = {"results": [], "settings": {"recipe": {"data": {"length": 16}}}}
+    other = {**row, "settings": {"recipe": {"data": {"length": 32}}}}
+    assert summary.Gathered("x", [row, row], {}, {}).trained_at == 16
+    assert summary.Gathered("x", [row, other], {}, {}).trained_at is None
+    table = LengthTable("x", {"a": {16: [1.0]}, "b": {16: [2.0]}}, None)
+    assert table.header() == ["16"] and "Trained" not in table.caption
+
+
 def test_a_study_that_is_told_to_stop_starts_nothing_more(tmp_path):
     """Not even the next table of a paper."""
     script = f"""
@@ -414,6 +451,8 @@ def test_training_mixes_passkey_texts_in(tmp_path, monkeypatch):
         ("lengths = [16, 1.5]", "lengths[1] must be a whole number, got 1.5"),
         ("lengths = [16]\nseeds = 0", "seeds must be a list, got 0"),
         ("lengths = [16]\nseeds_of = {cable = [-1]}", "seeds_of.cable must be at least 0, got -1"),
+        ("lengths = [16]\nseeds = [0, 0]", "seeds has the same number twice"),
+        ('lengths = [16]\nagain = {x = {of = "cable", attention_window = 0}}', "attention_window must be"),
         ("lengths = [16]\ntitle = 3", "title must be a text, got 3"),
         ("lengths = [16]\noverrides = [3]", "overrides[0] must be a text, got 3"),
         ("lengths = [16]\nreading = 3", "reading must be a table, got 3"),

@@ -6,7 +6,7 @@ import pytest
 
 from cable_attn import CableError
 from cable_attn.files import read_json, writable_folder, write_atomically, write_json
-from cable_attn.training import last_complete_checkpoint
+from cable_attn.training import last_complete_checkpoint, remove_cut_off
 
 
 def test_a_checkpoint_that_was_cut_off_is_passed_over(tmp_path):
@@ -15,6 +15,8 @@ def test_a_checkpoint_that_was_cut_off_is_passed_over(tmp_path):
         (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(state)
     (tmp_path / "checkpoint-12").mkdir()
     assert last_complete_checkpoint(tmp_path).endswith("checkpoint-4")
+    assert len(list(tmp_path.iterdir())) == 3  # to look takes nothing from a run that is writing
+    remove_cut_off(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
     assert last_complete_checkpoint(tmp_path / "nowhere") is None
 

@@ -21,7 +21,7 @@ import torch
 
 from cable_attn import harness, passkey, pretraining
 from cable_attn.data.corpus import embedded_corpus
-from cable_attn.data.shards import Tokens
+from cable_attn.data.shards import MANIFEST, Tokens
 from cable_attn.devices import best_device
 from cable_attn.environment import environment
 from cable_attn.errors import CableError
@@ -31,6 +31,7 @@ from cable_attn.models.loading import load_model, tokenizer_of
 from cable_attn.recipe import Recipe
 from cable_attn.retrieval import cell as retrieval_cell
 from cable_attn.retrieval.cell import Retrieval
+from cable_attn.retrieval.collection import find_collection
 from cable_attn.study import Cell, Reading, Study, choose
 from cable_attn.training import Stopped, last_complete_checkpoint, read_metrics
 
@@ -53,8 +54,7 @@ def run(
     """Train and read what is not done yet, one cell after the other; why each cell that failed did."""
     writable_folder(out)
     chosen = choose(study, only)
-    for cell in study.cells():
-        stored_result(cell, out)  # those of other settings must not come up hours later, when the table is made
+    _require_same_data(study, out)
     failed = {}
     for cell in chosen:
         try:
@@ -68,6 +68,27 @@ def run(
             _tell(watch, cell, "failed", 0.0)
         _release()
     return failed
+
+
+def _require_same_data(study: Study, out: Path) -> None:
+    """Results of other settings or data must not come up hours later, when the table is made, or never."""
+    collections: dict[str, str] = {}
+    for cell in study.cells():
+        result = stored_result(cell, out) or {}
+        path = Path(study.reading.path or cell.recipe().data.path)
+        now = {}
+        if "data" in result and (path / MANIFEST).is_file():
+            now[str(path)] = Tokens(path, study.reading.split).manifest_hash, result["data"]["sha256"]
+        for name, found in result.get("retrieval", {}).items():
+            if Path(name).is_dir():
+                collections[name] = collections.get(name) or find_collection(name).sha256
+                now[name] = collections[name], found["sha256"]
+        changed = [name for name, (present, before) in now.items() if present != before]
+        if changed:
+            raise CableError(
+                f"{changed[0]!r} has changed since {cell.name} was read. Choose another folder with --out, or delete "
+                f"{str(out / cell.name / EVALUATION)!r}: the model is then read again."
+            )
 
 
 def _release() -> None:
@@ -254,6 +275,8 @@ def _read_model(
     on_tokens = share_read(text, study.lengths, on_share)
     options: dict[str, Any] = {"stride": reading.stride or None, "same_tokens": reading.same_tokens}
     rows = evaluate(model, text, study.lengths, batch_tokens=reading.batch_tokens, watch=on_tokens, **options)
+    if rows and all("error" in row for row in rows):
+        raise CableError(f"{cell.name} cannot be read at any length: {rows[0]['error']}")
     result: dict[str, Any] = {"results": rows}
     if reading.passkey:
         task = passkey.Task(text.tokenizer)
@@ -293,7 +316,7 @@ def add_baseline(study: Study, out: Path) -> None:
     assert study.retrieval is not None
     known = baseline(out)
     wanted = study.retrieval.collections
-    write_json(out / BASELINE, {name: known.get(name) or retrieval_cell.baseline(name) for name in wanted})
+    write_json(out / BASELINE, {name: retrieval_cell.baseline(name, known.get(name)) for name in wanted})
 
 
 def baseline(out: Path) -> dict[str, dict[str, Any]]:

@@ -198,6 +198,11 @@ def _override(parts: Parts, text: str) -> None:
     _set(parts, part, name, {**getattr(parts[part], name), entry: parsed} if entry else parsed)
 
 
+def key_of(override: str) -> str:
+    """Section and key that an override sets, and the entry if it sets one of a table."""
+    return ".".join(filter(None, _find(override.partition("=")[0].strip())))
+
+
 def _keys() -> dict[str, list[str]]:
     parts = {"model": ModelPart, "data": DataPart, "train": TrainPart}
     return {part: [f.name for f in fields(cls)] for part, cls in parts.items()}

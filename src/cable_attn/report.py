@@ -172,7 +172,7 @@ def loss_figure(
     return save(figure, stem)
 
 
-def place_figure(curves: Curves, trained_at: int, stem: Path) -> list[Path]:
+def place_figure(curves: Curves, trained_at: int | None, stem: Path) -> list[Path]:
     """Loss at each place of a long text, a line for each name, as PNG, SVG and PDF."""
     curves = {name: [(n, loss) for n, loss in curve if math.isfinite(loss)] for name, curve in curves.items()}
     curves = {name: curve for name, curve in curves.items() if curve}
@@ -213,7 +213,9 @@ def _style(n: int) -> dict[str, str]:
     return {"color": COLOURS[n % len(COLOURS)], "marker": MARKERS[n % len(MARKERS)], "linestyle": line}
 
 
-def _mark_training(axes: Any, trained_at: int) -> None:
+def _mark_training(axes: Any, trained_at: int | None) -> None:
+    if trained_at is None:
+        return
     axes.axvline(trained_at, color="0.6", linestyle=":", linewidth=1)
     axes.annotate("trained here", (trained_at, 0.97), xycoords=("data", "axes fraction"), xytext=(4, 0), **NOTE)
 
@@ -232,7 +234,7 @@ def _log_scale(axes: Any) -> None:
     axes.yaxis.set_minor_locator(NullLocator())
 
 
-def perplexity_figure(results: Perplexities, trained_at: int, stem: Path) -> list[Path]:
+def perplexity_figure(results: Perplexities, trained_at: int | None, stem: Path) -> list[Path]:
     """Perplexity against length, as PNG, SVG and PDF."""
     figure, axes = pyplot().subplots(figsize=(6.4, 4.2), layout="constrained")
     results = {name: {n: value for n, value in row.items() if math.isfinite(value)} for name, row in results.items()}

@@ -116,7 +116,11 @@ def load(name: str, overrides: Sequence[str] = (), *, checked: bool = True) -> S
 
     checked: see :func:`check`; what is stored can be shown where its checkpoints are not.
     """
-    study = from_tree(Path(name).stem, read_toml("study", name, "studies"), list(overrides))
+    tree = read_toml("study", name, "studies")
+    beside = Path(name).parent / str(tree.get("recipe"))
+    if beside.suffix == ".toml" and beside.is_file():
+        tree["recipe"] = str(beside)
+    study = from_tree(Path(name).stem, tree, list(overrides))
     if checked:
         check(study)
     return study
@@ -147,10 +151,12 @@ def _check_again(study: Study, name: str, changes: dict[str, Any]) -> None:
     of = changes.get("of")
     if of not in study.variants:
         raise unknown(f"variant (of) in [again.{name!r}]", str(of), list(study.variants))
-    known = pretraining.make_config(Cell(study, of, 0).recipe()).to_dict()
-    for key in changes:
-        if key != "of" and key not in known:
+    config = pretraining.make_config(Cell(study, of, 0).recipe())
+    own, known = {key: value for key, value in changes.items() if key != "of"}, config.to_dict()
+    for key in own:
+        if key not in known:
             raise unknown(f"field of the config in [again.{name!r}]", key, sorted(known))
+    type(config).from_dict({**known, **own})  # which says what is wrong with it
     if name in study.variants:
         raise CableError(f"[again.{name!r}] has the name of a variant. Give it one of its own.")
 
@@ -166,6 +172,7 @@ def from_tree(name: str, tree: dict[str, Any], overrides: list[str]) -> Study:
     missing = [key for key in ("recipe", "lengths") if key not in own] + ([] if variants else ["encodings"])
     if missing:
         raise CableError(f"study {name!r} lacks {', '.join(missing)}.")
+    _require_free(name, variants, overrides)
     own |= {"variants": variants, "overrides": [*own["overrides"], *overrides]}
     found = Study(
         name=name,
@@ -179,6 +186,20 @@ def from_tree(name: str, tree: dict[str, Any], overrides: list[str]) -> Study:
 
 def _retrieval(tree: Any, name: str) -> Retrieval:
     return Retrieval(**_values(Retrieval, tree, "[retrieval]", f"study {name!r}: retrieval."))
+
+
+def _require_free(name: str, variants: dict[str, list[str]], overrides: list[str]) -> None:
+    """What is given for all cells must not be lost in some of them."""
+    taken = {recipes.key_of(text): variant for variant, own in variants.items() for text in own}
+    for text in overrides:
+        key = recipes.key_of(text)
+        if key == "train.seed":
+            raise CableError(f"{text!r}: a study has its own seeds. Write them into its file: seeds = [0, 1, 2].")
+        if key in taken:
+            raise CableError(
+                f"{text!r}: the variant {taken[key]!r} of study {name!r} sets {key} itself. Choose variants with "
+                "--only, or write a study of your own."
+            )
 
 
 ELSEWHERE = {"study": ("name", "reading", "retrieval"), "[retrieval]": ("seed",)}
@@ -210,6 +231,8 @@ def _check_values(study: Study) -> None:
         for key, least in {"tokens": 0, "beginnings": 0, "stride": 0, "passkey": 0, "batch_tokens": 1}.items()
     }
     for key, (least, values) in numbers.items():
+        if len(set(values)) < len(values):
+            raise CableError(f"study {study.name!r}: {key} has the same number twice, got {values}.")
         for value in values:
             if value < least:
                 raise CableError(f"study {study.name!r}: {key} must be at least {least}, got {value}.")

@@ -52,8 +52,10 @@ class Gathered:
     """Variant → the one that its perplexity is told over; default: of all over the first."""
 
     @property
-    def trained_at(self) -> int:
-        return int(self.rows[0]["settings"]["recipe"]["data"]["length"])
+    def trained_at(self) -> int | None:
+        """None: not all at one length."""
+        lengths = {int(row["settings"]["recipe"]["data"]["length"]) for row in self.rows}
+        return lengths.pop() if len(lengths) == 1 else None
 
 
 @dataclass(frozen=True)

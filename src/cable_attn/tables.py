@@ -32,7 +32,7 @@ class LengthTable:
 
     title: str
     values: Values
-    trained_at: int
+    trained_at: int | None
     paper: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
     digits: int = 2
     lower_is_better: bool = True
@@ -43,6 +43,8 @@ class LengthTable:
         return sorted({length for row in self.values.values() for length in row})
 
     def header(self) -> list[str]:
+        if self.trained_at is None:
+            return [str(length) for length in self.lengths]
         return [f"{length} ({length / self.trained_at:g}×)" for length in self.lengths]
 
     @property
@@ -72,7 +74,8 @@ class LengthTable:
     @property
     def caption(self) -> str:
         better = "Lower" if self.lower_is_better else "Higher"
-        told = f"Trained on {self.trained_at} tokens. {better} is better"
+        told = "" if self.trained_at is None else f"Trained on {self.trained_at} tokens. "
+        told += f"{better} is better"
         told += "; the best of each length in bold." if self._compares else "."
         seeds = {len(found) for row in self.values.values() for found in row.values()}
         if max(seeds, default=1) > 1:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from cable_attn.bias import Bias, PotentialBias, TokenBias
+from cable_attn.bias import Bias, PotentialBias, ToeplitzBias, TokenBias
 from cable_attn.errors import CableError
 from cable_attn.layout import Layout
 
@@ -86,8 +86,15 @@ def check(call: Call) -> None:
             raise CableError(f"{name} must be [{q.shape[0]}, {k.shape[2]}] (batch, keys), got {tuple(value.shape)}.")
     if layout.key_mask is not None and layout.key_mask.dtype != torch.bool:
         raise CableError(f"key_mask must be bool (true = a real token), got {layout.key_mask.dtype}.")
+    if isinstance(call.bias, ToeplitzBias) and not layout.causal and call.bias.zero == 0 and q.shape[2] > 1:
+        raise CableError(
+            "the bias knows distances to earlier keys only, and attention is not causal. Make it for both directions "
+            "(CableBias(…, causal=False)), or give causal=True."
+        )
     if not 0 <= call.dropout < 1:
         raise CableError(f"dropout must lie in [0, 1), got {call.dropout}.")
+    if not 0 < abs(call.scale) < float("inf"):
+        raise CableError(f"scale must be finite and not 0, got {call.scale}.")
     if call.softcap is not None and call.softcap <= 0:
         raise CableError(f"softcap must be positive, got {call.softcap}.")
     if call.prune is not None:

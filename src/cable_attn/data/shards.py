@@ -54,6 +54,7 @@ def prepare(
     folder: Path, request: Request, streams: dict[str, Stream], tokenizer: TextTokenizer, tell: OnTokens | None = None
 ) -> dict[str, Any]:
     """Write the shards that are not there yet; the manifest."""
+    was_there = folder.is_dir() and any(folder.iterdir())
     writable_folder(folder)
     manifest = _begin(folder, request, tokenizer.vocab_size, tokenizer.separator, list(streams), tokenizer.save)
     if (folder / "tokenizer").is_dir():  # a learned one is never learned twice
@@ -69,7 +70,8 @@ def prepare(
         write_json(folder / MANIFEST, manifest)
     empty = [split for split in streams if manifest["splits"][split]["tokens"] < 2]  # a separator is no text
     if "train" in empty or len(empty) == len(streams):
-        shutil.rmtree(folder)  # which holds nothing else
+        if not was_there:
+            shutil.rmtree(folder)  # which holds nothing else
         raise CableError(f"source {request.source!r} has no text for {', '.join(empty)}.")
     return manifest
 
@@ -173,20 +175,26 @@ def _begin(
                 f"{request.source!r} has changed since its tokens were made. Choose another folder, or delete "
                 f"{str(folder)!r}."
             )
-        if save_tokenizer is not None and not (folder / "tokenizer").is_dir():
-            save_tokenizer(folder / "tokenizer")
+        _keep_tokenizer(folder, save_tokenizer)
         return manifest
-    if any(path.name not in ("tokenizer", STATE) and not path.name.endswith(".partial") for path in folder.iterdir()):
+    if any(path.name != STATE and not path.name.endswith(".partial") for path in folder.iterdir()):
         raise CableError(f"{str(folder)!r} is not empty and holds no {MANIFEST}. Choose another folder.")
-    if save_tokenizer is not None:
-        save_tokenizer(folder / "tokenizer")
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
     empty = {split: {"tokens": 0, "documents": 0, "shards": [], "complete": False} for split in splits}
     manifest = {"version": VERSION, "request": asked, "tokenizer": described, "dtype": dtype, "splits": empty}
     if state := state_of(request.source):
         write_atomically(folder / STATE, state)
     write_json(folder / MANIFEST, manifest)
+    _keep_tokenizer(folder, save_tokenizer)
     return manifest
+
+
+def _keep_tokenizer(folder: Path, save_tokenizer: Callable[[Path], None] | None) -> None:
+    """Beside the tokens, whole or not at all."""
+    if save_tokenizer is not None and not (folder / "tokenizer").is_dir():
+        save_tokenizer(folder / "tokenizer.partial")
+        if (folder / "tokenizer.partial").is_dir():  # some have no files
+            (folder / "tokenizer.partial").rename(folder / "tokenizer")
 
 
 def _cut(

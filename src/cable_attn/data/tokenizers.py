@@ -32,7 +32,7 @@ class HuggingFaceTokenizer:
         self.separator = separator_of(tokenizer)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        rows = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        rows = self.tokenizer(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
         return [np.asarray(row, dtype=np.uint32) for row in rows]
 
     def save(self, folder: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -48,7 +50,8 @@ def encode(documents: list[Document], tokenizer: PreTrainedTokenizerBase) -> np.
     """All documents in one row of token ids, the separator before each."""
     token = separator_of(tokenizer)
     separator = [] if token is None else [token]
-    rows = tokenizer([document.text for document in documents], add_special_tokens=False, verbose=False)["input_ids"]
+    options: dict[str, Any] = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+    rows = tokenizer([document.text for document in documents], **options)["input_ids"]
     return np.concatenate([np.asarray(separator + row, dtype=np.int64) for row in rows])
 
 

@@ -93,6 +93,9 @@ class Masked(Dataset):
     def __getitem__(self, place: int) -> dict[str, Tensor]:
         sample = dict(self.samples[place])
         self.collator.generator = torch.Generator().manual_seed(self.seed * 1_000_003 + place)
-        ids = sample["input_ids"][None].clone()
-        masked, labels = self.collator.torch_mask_tokens(ids, torch.isin(ids, self.special))
+        ids = sample["input_ids"][None]
+        special = torch.isin(ids, self.special)
+        masked, labels = self.collator.torch_mask_tokens(ids.clone(), special)
+        while bool((labels < 0).all()) and not bool(special.all()):  # nothing to predict has no loss
+            masked, labels = self.collator.torch_mask_tokens(ids.clone(), special)
         return {**sample, "input_ids": masked[0], "labels": labels[0]}

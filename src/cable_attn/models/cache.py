@@ -153,6 +153,11 @@ def make_layout(
             f"document_ids must be [{tokens.shape[0]}, {keys}], of what the cache holds and the new tokens, got "
             f"{list(document_ids.shape)}."
         )
+    if attention_mask is not None and isinstance(seen, int) and attention_mask.shape[-1] < seen + new:
+        raise CableError(
+            f"attention_mask tells of {attention_mask.shape[-1]} tokens, and there are {seen + new}: those that the "
+            "cache holds and the new ones."
+        )
     if document_ids is None and attention_mask is None and position_ids is not None and new == keys > 1:
         document_ids = _packed(position_ids.expand(tokens.shape[0], -1))
     layout = Layout(

@@ -95,6 +95,9 @@ class EncodedConfig(PreTrainedConfig):
                 f"attention_prune={self.attention_prune} with the encoding {self.encoding!r}: nothing that lies far "
                 f"away is provably negligible there. Leave it out, or use one of {names}."
             )
+        window = self.attention_window
+        if window is not None and (not isinstance(window, int) or window < 1):
+            raise CableError(f"attention_window must be a whole number of at least 1, got {window!r}.")
         if self.attention_prune is not None and not 0 < self.attention_prune < 1:
             raise CableError(f"attention_prune must lie between 0 and 1, got {self.attention_prune}.")
 

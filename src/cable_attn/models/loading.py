@@ -44,6 +44,8 @@ def tokenizer_of(folder: Path) -> Any:
 
 def load_causal_lm(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model and the tokenizer of a checkpoint folder."""
+    if load_config(folder).model_type == "cable_bert":
+        raise CableError(f"{str(folder)!r} is an encoder, which does not write text. Give a GPT.")
     model = load_model(folder)
     try:
         return model, AutoTokenizer.from_pretrained(folder, local_files_only=True)

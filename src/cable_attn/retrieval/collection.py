@@ -74,7 +74,11 @@ def checked(
     if not documents:
         raise CableError(f"{name!r} has no document in its corpus.")
     notes = _oddities(documents, queries, judged)
-    relevant = {query: found for query, found in judged.items() if query in queries and any(found.values())}
+    relevant = {
+        query: found
+        for query, found in judged.items()
+        if queries.get(query, "").strip() and any(degree > 0 for degree in found.values())
+    }
     if not relevant:
         raise CableError(f"{name!r}: none of its queries has a relevant document in the judgements.")
     return Collection(name, documents, {query: queries[query] for query in relevant}, relevant, notes)
@@ -83,6 +87,7 @@ def checked(
 def _oddities(documents: dict[str, str], queries: dict[str, str], judged: dict[str, dict[str, int]]) -> list[str]:
     kinds = {
         "documents are empty and cannot be found": [key for key, text in documents.items() if not text.strip()],
+        "queries of the judgements are empty and are left out": [q for q in judged if not queries.get(q, "-").strip()],
         "queries of the judgements are not among the queries and are left out": [q for q in judged if q not in queries],
         "judged documents are not in the corpus and count as not found": sorted(
             {document for found in judged.values() for document in found if document not in documents}
@@ -125,9 +130,11 @@ def _judgements(path: Path) -> dict[str, dict[str, int]]:
     except (OSError, UnicodeDecodeError) as error:
         raise CableError(f"cannot read {str(path)!r}: {error}.") from error
     found: dict[str, dict[str, int]] = {}
-    for number, line in enumerate(lines[1:], 2):
+    for number, line in enumerate(lines, 1):
         parts = line.split("\t")
         if len(parts) != 3 or not parts[2].strip().lstrip("-").isdigit():
+            if number == 1:  # a header, which some files have not
+                continue
             raise CableError(
                 f"{path}, line {number}: wanted query, document and a whole number with tabs, got {line!r}."
             )

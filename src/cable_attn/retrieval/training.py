@@ -88,24 +88,27 @@ def read_triplets(name: str, limit: int | None = None) -> list[Triplet]:
     if not path.is_file():
         raise CableError(f"{name!r} is no file. Give a JSONL file of triplets, or msmarco for those of the hub.")
     for number, row in read_jsonl(path):
-        found.append(_triplet(path, number, row))
-        if limit is not None and len(found) == limit:
+        found += _triplets(path, number, row)
+        if limit is not None and len(found) >= limit:
             break
     if not found:
         raise CableError(f"{name!r} has no triplet.")
-    return found
+    return found[:limit]
 
 
-def _triplet(path: Path, number: int, row: dict[str, Any]) -> Triplet:
+def _triplets(path: Path, number: int, row: dict[str, Any]) -> list[Triplet]:
+    """One for each positive; a negative that is empty or answers the query is none."""
     texts = {}
     for part, names in KEYS.items():
         value: Any = next((row[key] for key in names if key in row), [])
         texts[part] = [value] if isinstance(value, str) else value
         if not isinstance(texts[part], list) or not all(isinstance(text, str) for text in texts[part]):
             raise CableError(f"{path}, line {number}: {part} must be a text or a list of texts.")
-    if not texts["query"] or not texts["positive"] or not texts["query"][0].strip() or not texts["positive"][0].strip():
+    texts = {part: [text for text in own if text.strip()] for part, own in texts.items()}
+    if len(texts["query"]) != 1 or not texts["positive"]:
         raise CableError(f"{path}, line {number}: wanted a query and a positive text ({', '.join(row) or 'nothing'}).")
-    return Triplet(texts["query"][0], texts["positive"][0], tuple(texts["negative"]))
+    negatives = tuple(text for text in texts["negative"] if text not in texts["positive"])
+    return [Triplet(texts["query"][0], positive, negatives) for positive in texts["positive"]]
 
 
 def _msmarco(limit: int | None) -> list[Triplet]:
