@@ -362,7 +362,7 @@ def test_spread_init_survives_from_pretrained(tmp_path):
 
 
 def test_a_mask_that_tells_of_too_few_tokens_is_refused():
-    model, ids = small_gpt().eval(), torch.arange(1, 13)[None]
+    model, ids = CableGPTForCausalLM(small_gpt()).eval(), torch.arange(1, 13)[None]
     with pytest.raises(CableError, match="tells of 11 tokens, and there are 12"):
         model(ids, attention_mask=torch.ones(1, 11))
     cache = model(ids[:, :10], use_cache=True).past_key_values
