@@ -90,7 +90,7 @@ class Stored:
 
     def tables(self) -> list[LengthTable]:
         tables = list(summary.length_tables(self.gathered).values())
-        tables += [self._growth()] if self.study.like else []
+        tables += [self._growth()] if self.study.like and self.gathered.trained_at else []
         return tables + ([self._speeds()] if self.study.speeds else [])
 
     def figure(self, name: str | None) -> str:
@@ -101,9 +101,8 @@ class Stored:
 
     def _growth(self) -> LengthTable:
         """Ours and the paper's on other data, each over its own value at the training length."""
-        at = self.study.trained_at
-        entry = findings.paper(self.study.like)
-        assert entry is not None
+        at, entry = self.gathered.trained_at, findings.paper(self.study.like)
+        assert at is not None and entry is not None
         ours = {
             name: {length: [value / row[at]] for length, value in row.items()}
             for name, row in summary.mean_perplexities(self.gathered.rows).items()
@@ -120,7 +119,7 @@ class Stored:
     def _speeds(self) -> LengthTable:
         values = findings.reading_speeds(self.gathered.rows)
         title = "Thousands of tokens read in a second, the first call of each kernel included"
-        return LengthTable(title, values, self.study.trained_at, digits=1, lower_is_better=False)
+        return LengthTable(title, values, self.gathered.trained_at, digits=1, lower_is_better=False)
 
     def _picture(self, figure: Figure) -> str:
         target = self.figures / f"{self.study.name}-{figure.name}.svg"

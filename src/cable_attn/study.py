@@ -74,10 +74,6 @@ class Study:
         seeds = {variant: self.seeds_of.get(variant, self.seeds) for variant in self.variants}
         return [Cell(self, variant, seed) for variant, own in seeds.items() for seed in own]
 
-    @property
-    def trained_at(self) -> int:
-        return self.cells()[0].recipe().data.length
-
 
 @dataclass(frozen=True)
 class Cell:

@@ -76,15 +76,16 @@ def _embedded(split: str) -> Stream:
 
 
 def _local_streams(path: Path, column: str, share: float) -> dict[str, Stream]:
-    streams = _hold_out(_skip(lambda: _local(path, column)), share)
+    documents = _skip(lambda: _local(path, column))
+    streams = _hold_out(documents, share)
     files = _files(path)
     if share == 0 or any(file.suffix.lower() in ROWS for file in files):
         return streams
     if len(files) > 1:
-        return _hold_out(_skip(lambda: _local(path, column)), max(share, math.ceil(1e6 / len(files)) / 1e6))
+        return _hold_out(documents, max(share, math.ceil(1e6 / len(files)) / 1e6))
 
     def part(n: int) -> Stream:
-        return _skip(lambda: iter(hold_out(list(_local(path, column)), share)[n]))
+        return _skip(lambda: iter(hold_out(list(documents(0)), share)[n]))
 
     return {"train": part(0), "validation": part(1)}
 

@@ -86,6 +86,7 @@ class Masked(Dataset):
         self.samples, self.seed = samples, seed
         self.collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=share)
         self.special = torch.tensor(sorted(tokenizer.all_special_ids))
+        self.mask: int = tokenizer.mask_token_id
 
     def __len__(self) -> int:
         return len(self.samples)  # type: ignore[arg-type]
@@ -96,6 +97,8 @@ class Masked(Dataset):
         ids = sample["input_ids"][None]
         special = torch.isin(ids, self.special)
         masked, labels = self.collator.torch_mask_tokens(ids.clone(), special)
-        while bool((labels < 0).all()) and not bool(special.all()):  # nothing to predict has no loss
-            masked, labels = self.collator.torch_mask_tokens(ids.clone(), special)
+        if bool((labels < 0).all()) and not bool(special.all()):  # a window without anything to predict has no loss
+            words = torch.nonzero(~special[0])[:, 0]
+            chosen = words[torch.randint(len(words), (1,), generator=self.collator.generator)]
+            masked[0, chosen], labels[0, chosen] = self.mask, ids[0, chosen]
         return {**sample, "input_ids": masked[0], "labels": labels[0]}
