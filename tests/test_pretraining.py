@@ -143,6 +143,31 @@ def test_accumulation_gives_the_losses_of_the_whole_batch(shards, tmp_path):
     assert one == pytest.approx(two, abs=1e-5)
 
 
+def test_an_encoding_may_learn_at_a_rate_of_its_own(shards, tmp_path):
+    weights = {}
+    for rate in (0, 0.5):
+        chosen = small(
+            shards, encoding="t5", steps=1, warmup_steps=0, learning_rate=1e-3, encoding_learning_rate=rate
+        )
+        pretraining.run(chosen, tmp_path / str(rate))
+        weights[rate] = load_file(tmp_path / str(rate) / "model.safetensors")
+    apart = {name: (weights[0.5][name] - weights[0][name]).abs() for name in weights[0]}
+    (table,) = (apart.pop(name) for name in list(apart) if name.endswith(".table"))
+    assert not any(value.any() for value in apart.values())
+    torch.testing.assert_close(table[:8], torch.full((8, 2), 0.499), rtol=0, atol=0.02)  # Adam's first step
+
+
+def test_such_a_run_goes_on_as_it_was(shards, tmp_path):
+    chosen = small(shards, encoding="t5", steps=4, save_every=2, encoding_learning_rate=0.1)
+    pretraining.run(chosen, tmp_path)
+    whole = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    shutil.rmtree(tmp_path / "checkpoints/checkpoint-4")
+    pretraining.run(chosen, tmp_path, resume=True)
+    again = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(again[name], whole[name]) for name in whole)
+
+
 def test_without_validation_text_it_trains_and_does_not_evaluate(tmp_path):
     (tmp_path / "a.txt").write_text("it is a truth universally acknowledged " * 50)
     streams = open_source(str(tmp_path / "a.txt"), held_out=0.0)

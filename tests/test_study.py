@@ -505,12 +505,22 @@ def test_a_figure_keeps_close_rivals_apart_beside_one_that_fails(monkeypatch, tm
     drawn = []
     monkeypatch.setattr(report, "save", lambda figure, stem: drawn.append(figure))
     report.perplexity_figure({"cable": {64: 20.0, 128: 19.0}, "rope": {64: 20.5, 128: 4000.0}}, 64, tmp_path / "x")
-    report.place_figure({"cable": [(8, 3.0), (64, 2.9)], "rope": [(8, 3.1), (64, 8.25)]}, 64, tmp_path / "x")
+    report.place_figure({"cable": [(16, 3.0), (64, 2.9)], "rope": [(16, 3.1), (64, 8.25)]}, 64, tmp_path / "x")
     wanted = [(19, 20.5, "rope (20 to 4,000)"), (2.9, 3.1, "rope (3.1 to 8.2)")]
     for figure, (lowest, highest, named) in zip(drawn, wanted, strict=True):
         low, high = figure.axes[0].get_ylim()
         assert low < lowest and highest < high < 1.1 * highest
         assert [text.get_text() for text in figure.legends[0].get_texts()] == ["cable", named]
+
+
+def test_figures_of_losses_show_what_is_told_apart(monkeypatch, tmp_path):
+    """Not the first places one by one, nor the first steps of a training."""
+    drawn = []
+    monkeypatch.setattr(report, "save", lambda figure, stem: drawn.append(figure.axes[0]))
+    report.place_figure({"cable": [(1, 5.0), (8, 4.0), (16, 3.0), (20, 2.5), (32, 2.0)]}, None, tmp_path / "x")
+    report.loss_figure({"cable": [(1, 11.0), (20, 4.0), (100, 3.0)], "rope": [(1, 12.0), (100, 3.1)]}, tmp_path / "x")
+    assert drawn[0].lines[0].get_xydata().tolist() == [[16, (5 + 7 * 4 + 8 * 3) / 16], [32, (4 * 2.5 + 12 * 2) / 16]]
+    assert 4.0 < drawn[1].get_ylim()[1] < 4.2
 
 
 def test_a_table_and_a_figure_bear_what_is_not_finite(tmp_path):

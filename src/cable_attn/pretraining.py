@@ -31,6 +31,7 @@ from cable_attn.errors import CableError, require_known
 from cable_attn.evaluation import checkpoint_hash, require_positions
 from cable_attn.files import alone, read_json, writable_folder, write_atomically, write_json
 from cable_attn.models import CableBertConfig, CableBertForMaskedLM, CableGPTConfig, CableGPTForCausalLM
+from cable_attn.models.layers import encoding_parameters
 from cable_attn.models.loading import checkpoint_folder, tokenizer_of
 from cable_attn.passkey import Mixed, Task
 from cable_attn.recipe import Recipe, load, to_toml
@@ -45,6 +46,7 @@ from cable_attn.training import (
     leads,
     processes,
     remove_cut_off,
+    set_learning_rate,
     stop_when_asked,
 )
 
@@ -227,6 +229,7 @@ def _run(recipe: Recipe, folder: Path, resume: bool, watch: Watcher | None) -> d
         )
         trainer.tokenizer = _own_tokenizer(recipe) or data.tokenizer
         trainer.windows_per_update = recipe.windows_per_update
+        trainer.encoding_learning_rate = recipe.train.encoding_learning_rate
         if trainer.is_world_process_zero():
             write_json(folder / ENVIRONMENT, {**environment(), "data": data.manifest, "tokens": data.tokens})
             write_atomically(folder / "recipe.toml", to_toml(recipe))
@@ -362,6 +365,7 @@ class _PretrainTrainer(DecayingTrainer):
     """Samples in their order, and never a step further than the loss is finite."""
 
     windows_per_update = 0
+    encoding_learning_rate = 0.0
     tokenizer: Any = None
 
     def __init__(self, model: Any, **kwargs: Any):
@@ -380,6 +384,14 @@ class _PretrainTrainer(DecayingTrainer):
         if plugin is not None and self.accelerator.native_amp:
             # Autocast chooses the precision of each operation, as it does in one process.
             plugin.mixed_precision_policy = MixedPrecisionPolicy()
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        is_new = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        if is_new and self.encoding_learning_rate:
+            apart = encoding_parameters(self.model if model is None else model)
+            set_learning_rate(optimizer, apart, self.encoding_learning_rate)
+        return optimizer
 
     def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
         found: Any = train_dataset if train_dataset is not None else self.train_dataset

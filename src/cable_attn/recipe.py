@@ -68,6 +68,8 @@ class TrainPart:
     """Windows on each device at a time, at most; the rest of the update is accumulated."""
     learning_rate: float = 6e-4
     lowest_learning_rate: float = 6e-5
+    encoding_learning_rate: float = 0.0
+    """Of the encoding's own parameters, such as T5's table, which falls as the other does; 0: the same."""
     warmup_steps: int = 750
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
@@ -104,7 +106,7 @@ class Recipe:
         for name in ("steps", "tokens_per_update", "micro_batch", "log_every", "eval_every", "save_every", "keep"):
             if getattr(self.train, name) < 1:
                 raise CableError(f"train.{name} must be at least 1, got {getattr(self.train, name)}.")
-        for name in ("lowest_learning_rate", "weight_decay", "clip", "warmup_steps", "seed", "workers"):
+        for name in ("lowest_learning_rate", "encoding_learning_rate", "weight_decay", "clip", "warmup_steps", "seed", "workers"):
             if not getattr(self.train, name) >= 0:
                 raise CableError(f"train.{name} must be at least 0, got {getattr(self.train, name)}.")
         if self.train.seed > MOST_SEED:

@@ -18,10 +18,15 @@ Curves = Mapping[str, list[tuple[int, float]]]
 """name → (tokens or place, loss)."""
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")  # Okabe and Ito
-MARKERS = "osD^vPX"
+MARKERS = "osD^vPX*"
+"""One more than colours, so that no two lines share both."""
 NOTE: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8, "color": "0.4"}
-WORST = 5.0
+WORST = 2.0
 """Perplexities past so many times the lowest leave a figure, so that those of close rivals can be told apart."""
+BEGINNING = 0.1
+"""Of a training: what was lost before leaves a figure, for the same reason."""
+FEWEST_PLACES = 16
+"""That a point of a figure is the mean of: a text has few first places, and their losses are noisy."""
 
 LEGEND_WIDTH = 32
 """Characters of a name on one line; longer ones would leave no room for the figure."""
@@ -166,6 +171,9 @@ def loss_figure(
 ) -> list[Path]:
     """Loss against tokens seen, a line for each name, as PNG, SVG and PDF."""
     figure, axes = _lines(curves, what, along)
+    later = [loss for curve in curves.values() for n, loss in curve if n >= BEGINNING * curve[-1][0]]
+    if later and max(later) > min(later):
+        axes.set_ylim(top=max(later) + 0.05 * (max(later) - min(later)))
     import matplotlib
 
     axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
@@ -175,7 +183,7 @@ def loss_figure(
 def place_figure(curves: Curves, trained_at: int | None, stem: Path) -> list[Path]:
     """Loss at each place of a long text, a line for each name, as PNG, SVG and PDF."""
     curves = {name: [(n, loss) for n, loss in curve if math.isfinite(loss)] for name, curve in curves.items()}
-    curves = {name: curve for name, curve in curves.items() if curve}
+    curves = {name: _joined(curve) for name, curve in curves.items() if curve}
     losses = {name: [loss for _, loss in curve] for name, curve in curves.items()}
     values = [loss for own in losses.values() for loss in own]
     top = min(values, default=0.0) + math.log(WORST)
@@ -186,6 +194,18 @@ def place_figure(curves: Curves, trained_at: int | None, stem: Path) -> list[Pat
     if values:
         axes.set_ylim(min(values) - 0.05, max(value for value in values if value <= top) + 0.05)
     return save(figure, stem)
+
+
+def _joined(curve: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """(last place, mean loss) of stretches that are joined until each is half an octave long."""
+    told: list[tuple[int, float]] = []
+    begin, before, total = 0, 0, 0.0
+    for end, loss in curve:
+        total, before = total + (end - before) * loss, end
+        if end >= max(begin * math.sqrt(2), begin + FEWEST_PLACES) or end == curve[-1][0]:
+            told.append((end, total / (end - begin)))
+            begin, total = end, 0.0
+    return told
 
 
 def _labelled(name: str, values: Collection[float], top: float, form: str) -> str:

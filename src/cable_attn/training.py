@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,17 @@ def decayed_parameters(model: nn.Module) -> list[str]:
     """Weight decay is for matrices only: not for biases, norms, or what an encoding calls a scalar."""
     spared = set(undecayed_by_encodings(model))
     return [name for name, value in model.named_parameters() if value.dim() >= 2 and name not in spared]
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], rate: float) -> None:
+    """These get a learning rate of their own, in groups that are otherwise as before."""
+    own = {id(value) for value in parameters}
+    for group in list(optimizer.param_groups):
+        apart = [value for value in group["params"] if id(value) in own]
+        if apart:
+            group["params"] = [value for value in group["params"] if id(value) not in own]
+            optimizer.add_param_group({**group, "params": apart, "lr": rate})
+    optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
 
 
 @contextmanager

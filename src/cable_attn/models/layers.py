@@ -248,6 +248,12 @@ class EncodedModel(PreTrainedModel):
         super()._initialize_weights(module, is_custom_code=False)
 
 
+def encoding_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """All that belongs to an encoding, also where another holds it."""
+    encodings = [module for module in model.modules() if isinstance(module, Encoding)]
+    return list({id(value): value for encoding in encodings for value in encoding.parameters()}.values())
+
+
 def undecayed_by_encodings(model: nn.Module) -> Iterator[str]:
     """The names of matrices that their encoding wants free of weight decay."""
     for name, module in model.named_modules():
