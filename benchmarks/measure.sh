@@ -57,7 +57,7 @@ pruning)  # after the study of books
 conversion)
   study llama
   study conversion --jobs 4 ;;
-books | layers | long | dape | small | retrieval)
+books | rates | layers | long | dape | small | retrieval)
   study "$part" "$@" ;;
 *)
   echo "no part $part" >&2

@@ -205,27 +205,27 @@ def test_a_verdict_follows_from_stored_numbers(tests, verdict, stored, tmp_path)
 
 
 def test_claims_compare_one_run_and_the_mean_of_seeds(stored, tmp_path):
-    first = stored / "results/books/cable-0"
+    first = stored / "results/books/alibi-0"
     again = json.loads((first / "evaluation.json").read_text())
     again["training"]["eval_loss"] += 2
-    again |= {"cell": "cable-1", "seed": 1}
+    again |= {"cell": "alibi-1", "seed": 1}
     again["settings"]["recipe"]["train"]["seed"] = 1
-    (stored / "results/books/cable-1").mkdir()
-    (stored / "results/books/cable-1/evaluation.json").write_text(json.dumps(again))
+    (stored / "results/books/alibi-1").mkdir()
+    (stored / "results/books/alibi-1/evaluation.json").write_text(json.dumps(again))
     study = stored / "books.toml"
-    study.write_text(study.read_text().replace("[reading]", "[seeds_of]\ncable = [0, 1]\n\n[reading]"))
+    study.write_text(study.read_text().replace("[seeds_of]", "[seeds_of]\nalibi = [0, 1]\n"))
     row = {"batch": 1, "length": 1024, "commit": "new"}
     rows = [("rope", 1, 4.0, "bf16"), ("cable", 1, 1.0, "bf16"), ("cable", 1, 9.0, "fp32"), ("rope", 2, 0.5, "bf16")]
     lines = [row | dict(zip(("model", "begun", "ms", "precision"), one)) for one in rows]
     (stored / "results/decode.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     tests = [
-        "books loss: cable@end > cable@end",
+        "books loss: alibi@end > alibi@end",
         "decode: cable@1024 < rope@1024",
         "decode: rope@1024 > 0.1 * rope@1024",
     ]
     (stored / "claims.toml").write_text(f"[[claim]]\nnumber = 2\ntests = {json.dumps(tests)}\n")
     told = claims.table(stored, tmp_path / "page.md")
-    assert f"cable at end {again['training']['eval_loss'] - 1:.3f}" in told
+    assert f"alibi at end {again['training']['eval_loss'] - 1:.3f}" in told
     assert "decode: cable at 1024 1.000 < rope at 1024 4.000" in told
     assert "decode: rope at 1024 0.500 > 0.1 × rope at 1024 0.500" in told, "the last run that has both"
 
