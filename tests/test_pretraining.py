@@ -146,9 +146,7 @@ def test_accumulation_gives_the_losses_of_the_whole_batch(shards, tmp_path):
 def test_an_encoding_may_learn_at_a_rate_of_its_own(shards, tmp_path):
     weights = {}
     for rate in (0, 0.5):
-        chosen = small(
-            shards, encoding="t5", steps=1, warmup_steps=0, learning_rate=1e-3, encoding_learning_rate=rate
-        )
+        chosen = small(shards, encoding="t5", steps=1, warmup_steps=0, learning_rate=1e-3, encoding_learning_rate=rate)
         pretraining.run(chosen, tmp_path / str(rate))
         weights[rate] = load_file(tmp_path / str(rate) / "model.safetensors")
     apart = {name: (weights[0.5][name] - weights[0][name]).abs() for name in weights[0]}

@@ -389,8 +389,8 @@ class _PretrainTrainer(DecayingTrainer):
         is_new = self.optimizer is None
         optimizer = super().create_optimizer(model)
         if is_new and self.encoding_learning_rate:
-            apart = encoding_parameters(self.model if model is None else model)
-            set_learning_rate(optimizer, apart, self.encoding_learning_rate)
+            trained: Any = self.model if model is None else model
+            set_learning_rate(optimizer, encoding_parameters(trained), self.encoding_learning_rate)
         return optimizer
 
     def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:

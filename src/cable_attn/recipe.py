@@ -106,7 +106,8 @@ class Recipe:
         for name in ("steps", "tokens_per_update", "micro_batch", "log_every", "eval_every", "save_every", "keep"):
             if getattr(self.train, name) < 1:
                 raise CableError(f"train.{name} must be at least 1, got {getattr(self.train, name)}.")
-        for name in ("lowest_learning_rate", "encoding_learning_rate", "weight_decay", "clip", "warmup_steps", "seed", "workers"):
+        rates = ("lowest_learning_rate", "encoding_learning_rate", "weight_decay", "clip")
+        for name in (*rates, "warmup_steps", "seed", "workers"):
             if not getattr(self.train, name) >= 0:
                 raise CableError(f"train.{name} must be at least 0, got {getattr(self.train, name)}.")
         if self.train.seed > MOST_SEED:
