@@ -52,8 +52,8 @@ attention)
   cable bench attention --results "$OUT/attention.jsonl" ;;
 training)
   cable bench train --jobs 6 --results "$OUT/training.jsonl" ;;
-pruning)  # after the study of books
-  cable bench pruning runs/studies/books/cable-0 data/held-out.npy --results "$OUT/pruning.jsonl" ;;
+pruning)  # after the long study
+  cable bench pruning runs/studies/long/cable-0 data/held-out.npy --results "$OUT/pruning.jsonl" ;;
 conversion)
   study llama
   study conversion --jobs 4 ;;
