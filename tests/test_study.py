@@ -20,7 +20,18 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from cable_attn import CableGPTForCausalLM, cells, findings, jobs, passkey, pretraining, report, study, summary
+from cable_attn import (
+    CableGPTForCausalLM,
+    cells,
+    evaluation,
+    findings,
+    jobs,
+    passkey,
+    pretraining,
+    report,
+    study,
+    summary,
+)
 from cable_attn.cli import app
 from cable_attn.data import Document, embedded_corpus, train_bpe
 from cable_attn.errors import CableError
@@ -84,6 +95,31 @@ def test_a_study_killed_twice_goes_on_and_ends_the_same(file, tmp_path):
         assert (cut / moment).exists() and not (cut / "alibi-0" / "evaluation.json").exists()
     assert cells.run(study.load(str(file)), cut) == {}
     assert measured(cut) == measured(whole) and len(measured(cut)) == 2
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_reading_that_was_cut_off_goes_on_with_the_next_length(is_same, file, tmp_path, monkeypatch):
+    """If it was of the same model."""
+    found, whole, cut = study.load(str(file)), tmp_path / "whole", tmp_path / "cut"
+    assert cells.run(found, whole, only=["cable-0"]) == {}
+    real, read = evaluation.measure, []
+
+    def measure(model, text, length, *rest):
+        read.append(length)
+        if len(read) == 2:
+            raise KeyboardInterrupt
+        return real(model, text, length, *rest)
+
+    monkeypatch.setattr(evaluation, "measure", measure)
+    with pytest.raises(KeyboardInterrupt):
+        cells.run(found, cut, only=["cable-0"])
+    kept = cut / "cable-0/reading.json"
+    if not is_same:
+        kept.write_text(kept.read_text().replace('"checkpoint_sha256": "', '"checkpoint_sha256": "0'))
+    assert cells.run(found, cut, only=["cable-0"]) == {}
+    first, *others = found.lengths
+    assert read[2:] == (others if is_same else [first, *others])
+    assert measured(cut) == measured(whole) and not kept.exists()
 
 
 def test_a_failed_cell_does_not_stop_the_others_and_jobs_share_the_work(file, tmp_path):

@@ -1,8 +1,8 @@
 """What a study's cells do: train, read, and store what was found.
 
-A cell lives in a folder of its own, ``OUT/VARIANT-SEED``: a run folder of ``cable train`` and, when it is done,
-``evaluation.json``. So a study can be cut off anywhere and goes on with the same command, cells can be added, and one
-that fails does not stop the others.
+A cell lives in a folder of its own, ``OUT/VARIANT-SEED``: a run folder of ``cable train``, while it is read
+``reading.json`` with the lengths that are done, and at the end ``evaluation.json``. So a study can be cut off anywhere
+and goes on with the same command, cells can be added, and one that fails does not stop the others.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from cable_attn.study import Cell, Reading, Study, choose
 from cable_attn.training import Stopped, last_complete_checkpoint, read_metrics
 
 EVALUATION = "evaluation.json"
+READING = "reading.json"
 FAILURE = "failure.txt"
 BASELINE = "bm25.json"
 CURVE_POINTS = 200
@@ -114,6 +116,7 @@ def run_cell(cell: Cell, out: Path, watch: Watcher | None = None) -> dict[str, A
             check_reading(cell)
             result = _read(cell, _trained(cell, out, watch), folder, watch)
             write_json(folder / EVALUATION, result)
+            (folder / READING).unlink(missing_ok=True)
             shutil.rmtree(folder / retrieval_cell.EMBEDDINGS, ignore_errors=True)
         (folder / FAILURE).unlink(missing_ok=True)
     _tell(watch, cell, "done", 1.0)
@@ -255,17 +258,39 @@ def _read(cell: Cell, folder: Path, own: Path, watch: Watcher | None) -> dict[st
     text = find_held_out(
         reading.path or recipe.data.path, reading.split, reading.tokens, tokenizer_of(folder), reading.beginnings
     )
-    result |= {"data": {"source": text.source, "sha256": text.sha256}} | _read_model(cell, folder, {}, text, watch)
+    result["data"] = {"source": text.source, "sha256": text.sha256}
+    kept = _Kept(own / READING, {key: result[key] for key in ("settings", "checkpoint_sha256", "data")})
+    result |= _read_model(cell, folder, "", {}, text, kept, watch)
     if cell.again:
-        found = {name: _read_model(cell, folder, changes, text, watch) for name, changes in cell.again.items()}
-        result["again"] = found
+        result["again"] = {
+            name: _read_model(cell, folder, name, changes, text, kept, watch) for name, changes in cell.again.items()
+        }
     return result
 
 
+class _Kept:
+    """The lengths that were done when a reading was cut off, if it was of the same model and text."""
+
+    def __init__(self, path: Path, of: dict[str, Any]):
+        self.path, self.of = path, as_json(of)
+        found = read_json(path) if path.exists() else {}
+        self.rows: dict[str, list[dict[str, Any]]] = found["rows"] if found.get("of") == self.of else {}
+
+    def keep(self, name: str, rows: list[dict[str, Any]]) -> None:
+        self.rows[name] = rows
+        write_json(self.path, {"of": self.of, "rows": self.rows})
+
+
 def _read_model(
-    cell: Cell, folder: Path, changes: dict[str, Any], text: HeldOut, watch: Watcher | None
+    cell: Cell,
+    folder: Path,
+    name: str,
+    changes: dict[str, Any],
+    text: HeldOut,
+    kept: _Kept,
+    watch: Watcher | None,
 ) -> dict[str, Any]:
-    """``changes``: to the model's config, which its weights know nothing of."""
+    """``name`` and ``changes``: of a reading with another config, of which the model's weights know nothing."""
     study, reading = cell.study, cell.study.reading
     model = load_model(folder, **changes).to(best_device())
 
@@ -274,6 +299,7 @@ def _read_model(
 
     on_tokens = share_read(text, study.lengths, on_share)
     options: dict[str, Any] = {"stride": reading.stride or None, "same_tokens": reading.same_tokens}
+    options |= {"known": kept.rows.get(name, ()), "keep": partial(kept.keep, name)}
     rows = evaluate(model, text, study.lengths, batch_tokens=reading.batch_tokens, watch=on_tokens, **options)
     if rows and all("error" in row for row in rows):
         raise CableError(f"{cell.name} cannot be read at any length: {rows[0]['error']}")

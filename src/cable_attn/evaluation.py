@@ -206,8 +206,12 @@ def evaluate(
     same_tokens: bool = False,
     batch_tokens: int = 4096,
     watch: Callable[[int, int], None] | None = None,
+    known: Sequence[dict[str, Any]] = (),
+    keep: Callable[[list[dict[str, Any]]], None] | None = None,
 ) -> list[dict[str, Any]]:
     """A row of results for each length; ``watch(length, n)`` hears of every n tokens done.
+
+    ``keep(rows)`` hears of the rows so far after each length; ``known``: those that an earlier call has kept.
 
     same_tokens: only what all lengths cut into whole windows, so that each is judged on equal targets. A length that
     the model cannot read (learned positions beyond their table) gives a row that says so.
@@ -217,8 +221,14 @@ def evaluate(
     if same_tokens:
         held_out = held_out.first(len(comparable(held_out.tokens, lengths)))
     require_window(held_out.tokens, max(lengths) + 1, "the held-out text")
-    rows = []
+    rows: list[dict[str, Any]] = []
+    before = {row["length"]: row for row in known if "error" not in row}
     for length in lengths:
+        if length in before:
+            rows.append(before[length])
+            if watch is not None:
+                watch(length, before[length]["tokens"])
+            continue
         try:
             if model.device.type == "cuda":  # kernels of this length are made before the clock runs
                 measure(model, held_out.first(max(length, batch_tokens) + 1), length, stride, batch_tokens)
@@ -233,6 +243,8 @@ def evaluate(
         rows.append({"length": length, **_result(tally, held_out, stride), "seconds": seconds})
         if model.device.type == "cuda":
             rows[-1]["peak_memory_mib"] = round(torch.cuda.max_memory_allocated(model.device) / 2**20)
+        if keep is not None:
+            keep(rows)
     return rows
 
 
