@@ -553,9 +553,11 @@ def test_figures_of_losses_show_what_is_told_apart(monkeypatch, tmp_path):
     """Not the first places one by one, nor the first steps of a training."""
     drawn = []
     monkeypatch.setattr(report, "save", lambda figure, stem: drawn.append(figure.axes[0]))
-    report.place_figure({"cable": [(1, 5.0), (8, 4.0), (16, 3.0), (20, 2.5), (32, 2.0)]}, None, tmp_path / "x")
+    report.place_figure(
+        {"cable": [(1, 5.0), (8, 4.0), (16, 3.0), (20, 2.5), (32, 2.0), (36, 1.0)]}, None, tmp_path / "x"
+    )
     report.loss_figure({"cable": [(1, 11.0), (20, 4.0), (100, 3.0)], "rope": [(1, 12.0), (100, 3.1)]}, tmp_path / "x")
-    assert drawn[0].lines[0].get_xydata().tolist() == [[16, (5 + 7 * 4 + 8 * 3) / 16], [32, (4 * 2.5 + 12 * 2) / 16]]
+    assert drawn[0].lines[0].get_xydata().tolist() == [[16, 57 / 16], [36, (4 * 2.5 + 12 * 2 + 4) / 20]]
     assert 4.0 < drawn[1].get_ylim()[1] < 4.2
 
 

@@ -198,14 +198,17 @@ def place_figure(curves: Curves, trained_at: int | None, stem: Path) -> list[Pat
 
 def _joined(curve: list[tuple[int, float]]) -> list[tuple[int, float]]:
     """(last place, mean loss) of stretches that are joined until each is half an octave long."""
-    told: list[tuple[int, float]] = []
+    stretches: list[tuple[int, int, float]] = []  # begin, end, total
     begin, before, total = 0, 0, 0.0
     for end, loss in curve:
         total, before = total + (end - before) * loss, end
-        if end >= max(begin * math.sqrt(2), begin + FEWEST_PLACES) or end == curve[-1][0]:
-            told.append((end, total / (end - begin)))
+        if end >= max(begin * math.sqrt(2), begin + FEWEST_PLACES):
+            stretches.append((begin, end, total))
             begin, total = end, 0.0
-    return told
+    if before > begin:  # the rest is too short to stand alone
+        first, _, earlier = stretches.pop() if stretches else (begin, begin, 0.0)
+        stretches.append((first, before, earlier + total))
+    return [(end, total / (end - begin)) for begin, end, total in stretches]
 
 
 def _labelled(name: str, values: Collection[float], top: float, form: str) -> str:
