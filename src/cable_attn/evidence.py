@@ -118,7 +118,7 @@ class Stored:
 
     def _speeds(self) -> LengthTable:
         values = findings.reading_speeds(self.gathered.rows)
-        title = "Thousands of tokens read in a second, the first call of each kernel included"
+        title = "Thousands of tokens read in a second"
         return LengthTable(title, values, self.gathered.trained_at, digits=1, lower_is_better=False)
 
     def _picture(self, figure: Figure) -> str:

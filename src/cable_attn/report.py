@@ -24,7 +24,7 @@ NOTE: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8, "color": "
 WORST = 2.0
 """Perplexities past so many times the lowest leave a figure, so that those of close rivals can be told apart."""
 BEGINNING = 0.1
-"""Of a training: what was lost before leaves a figure, for the same reason."""
+"""The share of a training whose losses leave a figure, for the same reason: they are far above all later ones."""
 FEWEST_PLACES = 16
 """That a point of a figure is the mean of: a text has few first places, and their losses are noisy."""
 

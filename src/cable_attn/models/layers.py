@@ -248,10 +248,11 @@ class EncodedModel(PreTrainedModel):
         super()._initialize_weights(module, is_custom_code=False)
 
 
-def encoding_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """All that belongs to an encoding, also where another holds it."""
-    encodings = [module for module in model.modules() if isinstance(module, Encoding)]
-    return list({id(value): value for encoding in encodings for value in encoding.parameters()}.values())
+def encoding_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Those of an encoding within another come twice."""
+    for module in model.modules():
+        if isinstance(module, Encoding):
+            yield from module.parameters()
 
 
 def undecayed_by_encodings(model: nn.Module) -> Iterator[str]:
