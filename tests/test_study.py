@@ -185,6 +185,8 @@ attention_backend = "reference"
         ('[again.more]\nof = "cable"\nattention_prun = 0.1', "Did you mean 'attention_prune'?"),
         ('[again.alibi]\nof = "cable"', "has the name of a variant"),
         ("[seeds_of]\nrope = [1]", "unknown variant in seeds_of 'rope'"),
+        ('[same_as]\nrope = "first/rope"', "unknown variant in same_as 'rope'"),
+        ('[same_as]\ncable = "first"', "same_as.cable must be like 'books/cable', got 'first'"),
     ],
 )
 def test_bad_names_in_a_study_are_found_before_training(section, words, file):
@@ -234,6 +236,26 @@ def test_a_trained_cell_of_another_recipe_is_refused(file, tmp_path):
     reader = study.load(str(file), ["steps=2"])
     assert cells.run(reader, tmp_path / "reader", only=["cable"]) == {}
     assert {path.name for path in (tmp_path / "reader" / "cable-0").iterdir()} == {"evaluation.json"}
+
+
+def test_a_study_takes_over_what_another_one_has_done(file, tmp_path):
+    """Under its own names, if the settings are the same, and never trains it itself."""
+    first, later = tmp_path / "first", tmp_path / "later"
+    text = file.read_text().replace('["cable", "alibi"]', '["alibi"]')
+    file.write_text(f'{text}\n[variants]\nmine = ["encoding=cable"]\n[same_as]\nmine = "first/cable"\n')
+    taking = study.load(str(file), ["steps=2"])
+    assert [row["tokens"] for row in study.plan(taking)] == [128, 0]
+    told = cells.run(taking, later)
+    assert list(told) == ["mine-0"] and "mine-0 is first/cable-0, whose results are not in" in told["mine-0"]
+    assert not (later / "mine-0" / "config.json").exists()
+    file.with_name("own.toml").write_text(text.replace('["alibi"]', '["cable"]'))
+    own = study.load(str(file.with_name("own.toml")), ["steps=2"])
+    assert cells.run(own, first) == {} == cells.run(taking, later) == summary.failures(later)
+    [row] = cells.results(own, first)
+    assert {found["cell"]: found["results"] for found in cells.results(taking, later)}["mine-0"] == row["results"]
+    assert list(findings.by_variant(list(cells.results(taking, later)))) == ["alibi", "mine"]
+    with pytest.raises(CableError, match=r"first.cable-0.*steps was 2 and is 3"):
+        cells.run(study.load(str(file), ["steps=3"]), tmp_path / "again")
 
 
 def test_a_folder_never_mixes_settings(file, tmp_path):

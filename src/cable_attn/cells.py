@@ -110,6 +110,11 @@ def run_cell(cell: Cell, out: Path, watch: Watcher | None = None) -> dict[str, A
     """One cell, from nothing, from where it was cut off, or already done."""
     result = stored_result(cell, out)
     if result is None:
+        if cell.owner is not None:
+            raise CableError(
+                f"{cell.name} is {cell.owner}, whose results are not in {str(cell.folder(out))!r}. Run that study first, "
+                "or leave the cell out with --only."
+            )
         folder = out / cell.name
         folder.mkdir(exist_ok=True)
         with alone(folder, "cell"):
@@ -118,7 +123,7 @@ def run_cell(cell: Cell, out: Path, watch: Watcher | None = None) -> dict[str, A
             write_json(folder / EVALUATION, result)
             (folder / READING).unlink(missing_ok=True)
             shutil.rmtree(folder / retrieval_cell.EMBEDDINGS, ignore_errors=True)
-        (folder / FAILURE).unlink(missing_ok=True)
+    (out / cell.name / FAILURE).unlink(missing_ok=True)
     _tell(watch, cell, "done", 1.0)
     return result
 
@@ -178,7 +183,7 @@ def _trained(cell: Cell, out: Path, watch: Watcher | None) -> Path:
 
 def stored_result(cell: Cell, out: Path) -> dict[str, Any] | None:
     """What an earlier call has found; results of other settings are an error."""
-    path = out / cell.name / EVALUATION
+    path = cell.folder(out) / EVALUATION
     if not path.exists():
         return None
     result: dict[str, Any] = read_json(path)
@@ -189,7 +194,7 @@ def stored_result(cell: Cell, out: Path) -> dict[str, Any] | None:
             f"{str(path)!r} holds results of other settings ({changed}). Give the same overrides, choose another "
             "folder with --out, or delete that file: a model of the same recipe is then read again."
         )
-    return result
+    return result if cell.owner is None else {**result, "cell": cell.name, "variant": cell.variant}
 
 
 def _complete(settings: dict[str, Any]) -> dict[str, Any]:

@@ -142,7 +142,8 @@ class Stored:
         return f"<details><summary>The runs</summary>\n\n{markdown_table(header, lines)}\n\n</details>"
 
     def _run(self, row: dict[str, Any]) -> list[str]:
-        file = self.folder / row["cell"] / EVALUATION
+        folders = {cell.name: cell.folder(self.folder) for cell in self.study.cells()}
+        file = folders[row["cell"]] / EVALUATION
         told = [summary.told(row["training"].get(key), form) for key, (_, form) in summary.TRAINING.items()]
         seconds, tokens = findings.reading(row)
         told += [f"{seconds:.0f}", f"{tokens / seconds:,.0f}"] if seconds else ["–", "–"]

@@ -67,6 +67,8 @@ class Study:
     """Variant → the one that its perplexity is told over; default: of all over the first."""
     trained_by: str = ""
     """Another study whose models are read here, from the folder beside this one."""
+    same_as: dict[str, str] = field(default_factory=dict)
+    """Variant → ``STUDY/VARIANT`` of the same settings, in the folder beside this one: its results are taken."""
     retrieval: Retrieval | None = None
     """Encoders only: fine-tune them and search."""
 
@@ -84,6 +86,16 @@ class Cell:
     @property
     def name(self) -> str:
         return f"{self.variant}-{self.seed}"
+
+    @property
+    def owner(self) -> str | None:
+        """The ``STUDY/CELL`` that trains and reads it, if that is another one."""
+        other = self.study.same_as.get(self.variant)
+        return None if other is None else f"{other}-{self.seed}"
+
+    def folder(self, out: Path) -> Path:
+        """Where its results are. ``out``: the study's folder."""
+        return out / self.name if self.owner is None else out.parent / self.owner
 
     def recipe(self) -> Recipe:
         overrides = [*self.study.overrides, *self.study.variants[self.variant], f"seed={self.seed}"]
@@ -134,6 +146,11 @@ def check(study: Study) -> None:
     for variant in [*study.against, *study.against.values()]:
         if variant not in [*study.variants, *study.again]:
             raise unknown("variant in against", variant, [*study.variants, *study.again])
+    for variant, other in study.same_as.items():
+        if variant not in study.variants:
+            raise unknown("variant in same_as", variant, list(study.variants))
+        if not re.fullmatch(r"[^/\s.][^/]*/[^/]+", other):
+            raise CableError(f"study {study.name!r}: same_as.{variant} must be like 'books/cable', got {other!r}.")
     for cell in study.cells():
         pretraining.plan(cell.recipe())
         family = cell.recipe().model.family
@@ -244,7 +261,7 @@ def plan(study: Study) -> list[dict[str, Any]]:
     rows = []
     for cell in study.cells():
         planned = pretraining.plan(cell.recipe())
-        tokens = 0 if study.trained_by else planned["tokens in all"]
+        tokens = 0 if study.trained_by or cell.owner else planned["tokens in all"]
         hours = 6 * planned["parameters"] * tokens / H100 / 3600
         rows.append({"cell": cell.name, "parameters": planned["parameters"], "tokens": tokens, "hours": hours})
     return rows
