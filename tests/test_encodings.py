@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from cable_attn import ENCODINGS, CableBertForMaskedLM, CableError, CableGPTForCausalLM
+from cable_attn import ENCODINGS, CableBertForMaskedLM, CableError, CableGPTForCausalLM, attention
 from cable_attn.attention import attend, decoding, make_call
-from cable_attn.bias import TokenBias
+from cable_attn.bias import KERNELS, TokenBias
 from cable_attn.encodings import Geometry, cable, find_encoding
 from cable_attn.encodings.base import PotentialEncoding
 from cable_attn.encodings.cable import Cable
@@ -320,6 +320,26 @@ def test_the_penalty_of_k_cable_is_the_gentler_one():
     x = torch.randn(1, 24, 32, dtype=torch.float64) * 3
     less = (_whole(gentle, x) - _whole(linear, x)).tril()
     assert less.min() >= 0 and less.max() > 1
+
+
+def test_any_bend_of_the_bias_can_be_named(monkeypatch):
+    """Exactly, with gradients, and in a forward pass of attention."""
+    monkeypatch.setitem(KERNELS, "root", lambda b: 1 - torch.sqrt(1 - b))
+
+    class RootCable(ENCODINGS["cable"]):
+        kernel = "root"
+
+    geometry = Geometry(hidden_size=32, num_heads=4, head_dim=8, max_length=32)
+    linear, bent = ENCODINGS["cable"](geometry).double(), RootCable(geometry).double()
+    bent.load_state_dict(stir(linear).state_dict())
+    x = torch.randn(1, 24, 32, dtype=torch.float64) * 3
+    torch.testing.assert_close(_whole(bent, x), 1 - torch.sqrt(1 - _whole(linear, x)))
+    q = torch.randn(1, 4, 24, 8, dtype=torch.float64)
+    bias = bent.bias(x, Layout(24, 24, 0, x.device))
+    outputs = [attention(q, q, q, bias, backend=name) for name in ("reference", "sdpa")]
+    torch.testing.assert_close(*outputs)
+    outputs[0].square().sum().backward()
+    assert all(value.grad.abs().max() > 0 for value in bent.parameters())
 
 
 def test_gain_floor():

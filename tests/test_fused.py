@@ -17,7 +17,7 @@ from cable_attn import CableError, CableGPTForCausalLM, PotentialBias, attention
 from cable_attn.attention import fused, make_call, pruning
 from cable_attn.attention.reference import weights
 from cable_attn.attention.tiles import Tile, Tiles
-from cable_attn.bias import Bias, FunctionBias, ToeplitzBias
+from cable_attn.bias import KERNELS, Bias, FunctionBias, ToeplitzBias
 from cable_attn.layout import Layout
 
 from .conftest import small_gpt, stir
@@ -329,6 +329,16 @@ def test_what_the_kernels_cannot_do_is_said_by_name(change, words):
         attention(q, k, v, bias, backend="triton", **change)
     assert "attention backend triton: " in str(error.value) and words in str(error.value)
     assert "can serve the call: " in str(error.value)
+
+
+def test_a_bend_that_the_kernels_do_not_know_is_left_to_others(monkeypatch):
+    monkeypatch.setitem(KERNELS, "root", lambda b: 1 - torch.sqrt(1 - b))
+    q, k, v = make_inputs(1, 1, 1, 4, 4, 16)
+    plain = make_bias("gain", 1, 1, 4, 4)
+    bent = PotentialBias(plain.c, plain.g, "root")
+    with pytest.raises(CableError, match="do not bend a bias with 'root', only with 'log'"):
+        attention(q, k, v, bent, backend="triton")
+    assert not torch.allclose(attention(q, k, v, bent), attention(q, k, v, plain))
 
 
 def test_a_bias_too_large_to_write_out_is_left_to_others(monkeypatch):

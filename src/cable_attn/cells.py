@@ -112,8 +112,8 @@ def run_cell(cell: Cell, out: Path, watch: Watcher | None = None) -> dict[str, A
     if result is None:
         if cell.owner is not None:
             raise CableError(
-                f"{cell.name} is {cell.owner}, whose results are not in {str(cell.folder(out))!r}. Run that study first, "
-                "or leave the cell out with --only."
+                f"{cell.name} is {cell.owner}, whose results are not in {str(cell.folder(out))!r}. Run that study "
+                "first, or leave the cell out with --only."
             )
         folder = out / cell.name
         folder.mkdir(exist_ok=True)

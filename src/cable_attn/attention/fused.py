@@ -15,6 +15,7 @@ from cable_attn.attention.operands import (
     BOUND_ROWS,
     COLUMNS,
     DENSE,
+    KERNELS,
     LINEAR,
     LOG2E,
     SPLIT,
@@ -53,6 +54,9 @@ def refuses(call: Call) -> str | None:
         return "this encoding changes the scores themselves (mix), and the fused kernels do not hand them out"
     if call.bias is not None and not isinstance(call.bias, (PotentialBias, TokenBias, ToeplitzBias, FunctionBias)):
         return f"the fused kernels take no {type(call.bias).__name__}"
+    if (kernel := getattr(call.bias, "kernel", None)) not in KERNELS:
+        known = ", ".join(repr(name) for name in KERNELS if name)
+        return f"the fused kernels do not bend a bias with {kernel!r}, only with {known}"
     if call.scale <= 0:
         return f"the fused kernels need a positive scale, got {call.scale}"
     if call.softcap is not None:

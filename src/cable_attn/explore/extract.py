@@ -105,7 +105,7 @@ def _add_bias(found: Looked, biases: list[Bias | None], heads: int, device: torc
     first = biases[0]
     if first is None:
         return
-    if isinstance(first, PotentialBias):
+    if isinstance(first, PotentialBias) and first.kernel in (None, "log"):  # which the page knows
         found.form, found.kernel = "potential", first.kernel
         parts = [steps_and_gains(bias, heads, length) for bias in biases if isinstance(bias, PotentialBias)]
         found.arrays["steps"] = np.stack([steps for steps, _ in parts])
