@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import numpy as np
@@ -43,15 +44,19 @@ def test_a_length_that_cannot_be_read_has_a_row_that_says_so(tokenizer):
 
 
 def test_a_taught_window_has_one_text_or_several_each_with_its_own_answer(tokenizer):
-    task, counts = passkey.Task(tokenizer), set()
+    """Which is asked for once or several times, behind the fact."""
+    task, counts, times = passkey.Task(tokenizer), set(), set()
     filler = np.asarray(tokenizer("and so on " * 2000)["input_ids"])[:1024]
     for seed in range(40):
         window = task.teach(filler, np.random.default_rng(seed))
         text = tokenizer.decode(window)
         told = re.findall(r"The pass key is (\d{5})\. Remember it\. (\d{5}) is", text)
-        asked = re.findall(r"What is the pass key\? The pass key is (\d{5})", text)
-        assert len(window) == len(filler) and [a for a, b in told if a == b] == asked
-        counts.add(len(asked))
+        asked = re.findall(r"The pass key is (\d{5})\. Remember|What is the pass key\? The pass key is (\d{5})", text)
+        runs = {key: len(list(run)) - 1 for key, run in itertools.groupby(one or other for one, other in asked)}
+        assert len(window) == len(filler) and [a for a, b in told if a == b] == list(runs)
+        counts.add(len(runs))
+        times |= set(runs.values())
+    assert times == {1, 2, 4, passkey.MOST_ASKED}
     assert counts == {1, 2, 4, 8} or counts == {1, 2, 4}  # by the tokens that its words have
 
 

@@ -333,6 +333,14 @@ def test_a_full_disk_loses_nothing_that_was_saved(shards, tmp_path, monkeypatch)
     assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
 
 
+def test_a_finished_run_that_is_resumed_stays_as_it_was(shards, tmp_path):
+    chosen = small(shards, steps=2)
+    pretraining.run(chosen, tmp_path)
+    before = [(tmp_path / name).read_bytes() for name in ("metrics.jsonl", "model.safetensors")]
+    pretraining.run(chosen, tmp_path, resume=True)
+    assert [(tmp_path / name).read_bytes() for name in ("metrics.jsonl", "model.safetensors")] == before
+
+
 def test_a_run_folder_belongs_to_its_recipe(shards, tmp_path):
     chosen = small(shards, steps=2)
     with pytest.raises(CableError, match="no run to resume"):

@@ -35,7 +35,9 @@ class Form:
 
 
 LEAST_FILLER = 1.5
-"""Where several texts share a window, each is so many times as long as what it tells and asks, or longer."""
+"""In training each text is so many times as long as what it tells and asks, or longer."""
+MOST_ASKED = 8
+"""In training the same fact is asked for up to so many times."""
 DEPTHS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 
 FORMS = {
@@ -73,28 +75,37 @@ class Task:
     def _encode(self, text: str) -> np.ndarray:
         return np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int64)
 
-    def make(self, filler: np.ndarray, length: int, depth: float, draw: np.random.Generator) -> Sample:
-        """A text of ``length`` tokens with the fact at ``depth``: 0 at the beginning, 1 just before the question."""
+    def make(
+        self, filler: np.ndarray, length: int, depth: float, draw: np.random.Generator, is_lesson: bool = False
+    ) -> Sample:
+        """A text of ``length`` tokens with the fact at ``depth``: 0 at the beginning, 1 just before the question.
+
+        is_lesson: it may be asked for, and told, at places between too.
+        """
         answer = self.form.answer(draw)
-        fact = self._encode(self.form.fact.format(answer, answer))
-        question, reply = self._encode(self.form.question), self._encode(f" {answer}")
-        room = length - len(fact) - len(question) - len(reply)
+        fact, reply = self._encode(self.form.fact.format(answer, answer)), self._encode(f" {answer}")
+        asked = np.concatenate([self._encode(self.form.question), reply])
+        fits = int((length / LEAST_FILLER - len(fact)) / len(asked))
+        times = 2 ** int(draw.integers(min(max(fits, 1), MOST_ASKED).bit_length())) if is_lesson else 1
+        room = length - len(fact) - times * len(asked)
         if room < 0:
             raise CableError(f"a passkey text needs at least {length - room} tokens, got a length of {length}.")
         at = round(depth * room)
-        around = np.resize(filler, room)
-        return Sample(np.concatenate([around[:at], fact, around[at:], question, reply]), len(reply))
+        before, *between = np.split(np.resize(filler, room), [at, *np.sort(draw.integers(at, room + 1, times - 1))])
+        return Sample(np.concatenate([before, fact, *(part for one in between for part in (one, asked))]), len(reply))
 
     def teach(self, filler: np.ndarray, draw: np.random.Generator) -> np.ndarray:
         """Texts of the task side by side, as long as the filler together: one, or 2, 4, … that are not all fact.
 
-        One answer among hundreds of tokens is too little to learn from in a short run.
+        One answer among hundreds of tokens is too little to learn from in a short run; so some are asked more often.
         """
         answer = self.form.answer(draw)
         told = self._encode(f"{self.form.fact.format(answer, answer)}{self.form.question} {answer}")
         doublings = max(int(len(filler) / (LEAST_FILLER * len(told))), 1).bit_length()
         parts = np.array_split(filler, 2 ** int(draw.integers(doublings)))
-        return np.concatenate([self.make(part, len(part), draw.random(), draw).tokens for part in parts])
+        return np.concatenate(
+            [self.make(part, len(part), draw.random(), draw, is_lesson=True).tokens for part in parts]
+        )
 
 
 class Mixed(Dataset):

@@ -175,10 +175,11 @@ class Metrics(TrainerCallback):
 
     def __init__(self, path: Path, tokens_per_update: int):
         self.path, self.tokens_per_update = path, tokens_per_update
-        self.last_time, self.last_step = time.monotonic(), 0
+        self.last_time, self.last_step, self.first_step = time.monotonic(), 0, 0
 
     def on_train_begin(self, args, state, control, **kwargs):  # type: ignore[no-untyped-def]
         self.last_time, self.last_step = time.monotonic(), state.global_step
+        self.first_step = state.global_step
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         state.compute_steps(args, state.max_steps)  # a resumed state has those of the run before
@@ -188,6 +189,8 @@ class Metrics(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):  # type: ignore[no-untyped-def]
         if not logs or not state.is_world_process_zero:
+            return
+        if "train_runtime" in logs and state.global_step == self.first_step:  # resumed when it was done
             return
         per_update = self.tokens_per_update
         line = {"step": state.global_step, "tokens": state.global_step * per_update, **logs}
