@@ -162,9 +162,9 @@ def test_a_study_whose_cells_had_the_machine_alone_tells_their_speed(stored, tmp
     tests = ["books speed: cable@reading > 0.1 * rope@reading"]
     (stored / "claims.toml").write_text(f"[[claim]]\nnumber = 2\ntests = {json.dumps(tests)}\n")
     evidence.fill(page, stored, tmp_path)
-    first = json.loads((stored / "results/books/cable-0/evaluation.json").read_text())["results"][0]
+    first = json.loads((stored / "results/books/rope-0/evaluation.json").read_text())["results"][0]
     speeds = page.read_text().split("**Thousands of tokens read in a second")[1]
-    row = next(line for line in speeds.splitlines() if line.startswith("| cable |"))
+    row = next(line for line in speeds.splitlines() if line.startswith("| rope |"))
     assert row.split("|")[2].strip(" *") == f"{first['tokens'] / first['seconds'] / 1000:.1f}"
     assert "books speed: cable at reading" in speeds
 

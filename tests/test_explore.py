@@ -469,7 +469,7 @@ def test_a_report_has_the_tables_figures_settings_and_environment(stored):
     for words in ("&lt;study&gt;", "<b>39.50</b>", "40.50", "no &lt;data&gt;", "2.2500", "7.5000", "torch 2.13", "abc",
                   "recipe.model.encoding", "f" * 16, "75.0"):  # fmt: skip
         assert words in page, words
-    assert page.count('<img src="data:image/svg+xml;base64,') == 4  # perplexity, loss, pass keys of two
+    assert page.count('<img src="data:image/svg+xml;base64,') == 3  # perplexity, loss, pass keys
     assert "http" not in re.sub(r'base64,[^"]*', "", page).replace("http-equiv", "")
     code, told = cable("report", stored / "rope-0", "--out", stored / "one.html")
     assert code == 0 and "7.5000" in (stored / "one.html").read_text()
@@ -515,4 +515,4 @@ def test_a_report_opens_without_a_request(opened, stored):
     cable("report", stored)
     opened.page.goto(f"file://{stored / 'report.html'}".replace("<", "%3C").replace(">", "%3E"))
     widths = "[...document.images].map((image) => image.naturalWidth)"
-    assert len(opened.page.evaluate(widths)) == 4 and all(opened.page.evaluate(widths))
+    assert len(opened.page.evaluate(widths)) == 3 and all(opened.page.evaluate(widths))

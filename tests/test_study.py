@@ -482,7 +482,12 @@ def test_variants_are_compared_with_the_first_on_the_same_documents():
         result = {"length": 64, "by_document": [[tokens, loss] for loss in losses]}
         return {"variant": variant, "seed": seed, "results": [result, {"length": 128, "error": "cannot"}]}
 
-    rows = [row("cable", 0, 1.0, 2.0), row("cable", 1, 1.0, 2.0), row("rope", 1, 1.5, 2.5), row("nope", 2, 1.0, 2.0)]
+    rows = [
+        row("cable", 0, 1.0, 2.0),
+        row("cable", 1, 1.0, 2.0),
+        row("rope", 1, 1.25, 2.25),
+        row("rope", 2, 1.75, 2.75),
+    ]
     rows += [row("fox", 0, 1.0, 2.0, tokens=99), {"variant": "old", "seed": 0, "results": [{"length": 64}]}]
     told = summary.ratios(summary.Gathered("t", rows, {}, {}))
     assert told.splitlines()[2:] == ["| encoding | 64 |", "|---|---|", "| rope | 1.649 (1.649 – 1.649) |"]
@@ -495,7 +500,8 @@ def test_variants_are_compared_with_the_first_on_the_same_documents():
 def test_a_figure_keeps_close_rivals_apart_beside_one_that_fails(monkeypatch, tmp_path):
     drawn = []
     monkeypatch.setattr(report, "save", lambda figure, stem: drawn.append(figure))
-    report.perplexity_figure({"cable": {64: 20.0, 128: 19.0}, "rope": {64: 20.5, 128: 4000.0}}, 64, tmp_path / "x")
+    seeds = {"cable": {64: [19.5, 20.5], 128: [19.0, 19.0]}, "rope": {64: [20.5], 128: [4000.0]}}
+    report.perplexity_figure(seeds, 64, tmp_path / "x")
     report.place_figure({"cable": [(16, 3.0), (64, 2.9)], "rope": [(16, 3.1), (64, 8.25)]}, 64, tmp_path / "x")
     wanted = [(19, 20.5, "rope (20 to 4,000)"), (2.9, 3.1, "rope (3.1 to 8.2)")]
     for figure, (lowest, highest, named) in zip(drawn, wanted, strict=True):
@@ -522,7 +528,7 @@ def test_a_table_and_a_figure_bear_what_is_not_finite(tmp_path):
     lines = table.markdown().splitlines()
     assert lines[2:] == ["| a\\|b_c | nan |", "| cable | inf |", "| rope | **4.00 ± 1.41** |"]
     assert r"a|b\_c & nan" in table.latex()
-    paths = report.perplexity_figure({"cable": {64: math.nan}, "rope": {64: 3.0}}, 64, tmp_path / "x")
+    paths = report.perplexity_figure({"cable": {64: [math.nan]}, "rope": {64: [3.0]}}, 64, tmp_path / "x")
     assert all(path.stat().st_size > 1000 for path in paths)
     rows = [{"length": 8, "depth": 0.0, "accuracy": 1.0}, {"length": 16, "depth": 1.0, "accuracy": 0.5}]
-    assert report.passkey_figure(rows, tmp_path / "y")
+    assert report.passkey_figure({"cable": rows}, tmp_path / "y")

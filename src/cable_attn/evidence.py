@@ -126,7 +126,7 @@ class Stored:
         if target not in self.written:
             target.parent.mkdir(parents=True, exist_ok=True)
             self.written += figure.draw(target)
-        return f"![{self.study.title}: {figure.caption}]({self._link(target)})"
+        return f"![{self.study.title}: {figure.caption}]({self._link(target)})\n\n*{figure.caption}*"
 
     def _runs(self) -> str:
         """What was trained, for how long, and the file behind it."""

@@ -19,14 +19,14 @@ def with_again(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def by_variant(rows: Sequence[dict[str, Any]]) -> dict[str, dict[int, list[float]]]:
-    """variant → length → the perplexities of all seeds; lengths that a variant cannot read are absent."""
+    """variant → length → the perplexities of all seeds; what a variant cannot read is absent."""
     table: dict[str, dict[int, list[float]]] = {}
     for row in with_again(rows):
         lengths = table.setdefault(row["variant"], {})
         for result in row["results"]:
             if "perplexity" in result:
                 lengths.setdefault(result["length"], []).append(result["perplexity"])
-    return table
+    return {variant: lengths for variant, lengths in table.items() if lengths}
 
 
 def reading(row: dict[str, Any]) -> tuple[float, int]:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import io
 import math
+import statistics
 import textwrap
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cable_attn.files import write_atomically
 
-Perplexities = Mapping[str, Mapping[int, float]]
-"""encoding → length → perplexity; a length that an encoding cannot read is absent."""
+Perplexities = Mapping[str, Mapping[int, Sequence[float]]]
+"""encoding → length → the perplexities of all seeds; a length that an encoding cannot read is absent."""
+
+Found = Mapping[str, list[dict[str, Any]]]
+"""name → a row for each length and depth, with the share of facts found there."""
 
 Curves = Mapping[str, list[tuple[int, float]]]
 """name → (tokens or place, loss)."""
@@ -28,6 +32,8 @@ BEGINNING = 0.1
 FEWEST_PLACES = 16
 """That a point of a figure is the mean of: a text has few first places, and their losses are noisy."""
 
+MOST_PANELS = 3
+"""Beside each other."""
 LEGEND_WIDTH = 32
 """Characters of a name on one line; longer ones would leave no room for the figure."""
 
@@ -146,24 +152,38 @@ def forgetting_figure(rows: list[dict[str, Any]], stem: Path) -> list[Path]:
     return save(_lines(curves, "keys in the cache", "tokens read")[0], stem)
 
 
-def passkey_figure(rows: list[dict[str, Any]], stem: Path) -> list[Path]:
-    """The share found over length and depth, as a heat map with its numbers, as PNG, SVG and PDF."""
-    rows = [row for row in rows if "error" not in row]
-    lengths, depths = (sorted({row[key] for row in rows}) for key in ("length", "depth"))
-    found = {(row["depth"], row["length"]): row["accuracy"] for row in rows}
-    size = (1.6 + 0.75 * len(lengths), 1.3 + 0.38 * len(depths))
-    figure, axes = pyplot().subplots(figsize=size, layout="constrained")
+def passkey_figure(found: Found, stem: Path) -> list[Path]:
+    """The share found over length and depth, a heat map with its numbers for each name, as PNG, SVG and PDF."""
+    found = {name: [row for row in rows if "error" not in row] for name, rows in found.items()}
+    lengths, depths = (sorted({row[key] for rows in found.values() for row in rows}) for key in ("length", "depth"))
+    columns = min(len(found), MOST_PANELS)
+    lines = math.ceil(len(found) / columns)
+    size = (1 + columns * (0.4 + 0.6 * len(lengths)), 0.6 + lines * (0.5 + 0.32 * len(depths)))
+    figure, panels = pyplot().subplots(
+        lines, columns, figsize=size, sharex=True, sharey=True, layout="constrained", squeeze=False
+    )
+    for axes, (name, rows) in zip(panels.flat, found.items()):
+        axes.set_title(name, fontsize=9)
+        axes.tick_params(labelsize=8)
+        _heat_map(axes, {(row["depth"], row["length"]): row["accuracy"] for row in rows}, depths, lengths)
+    for axes in panels.flat[len(found) :]:
+        axes.set_visible(False)
+    panels[0][0].set_xticks(range(len(lengths)), [str(length) for length in lengths])
+    panels[0][0].set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+    figure.supxlabel("tokens in the text", fontsize=9)
+    figure.supylabel("depth of the fact", fontsize=9)
+    return save(figure, stem)
+
+
+def _heat_map(
+    axes: Any, found: Mapping[tuple[float, int], float], depths: Sequence[float], lengths: Sequence[int]
+) -> None:
     image = [[found.get((depth, length), math.nan) for length in lengths] for depth in depths]
     axes.imshow(image, vmin=0, vmax=1, cmap="cividis", aspect="auto")
     for y, row in enumerate(image):
         for x, value in enumerate(row):
             told, colour = ("–", "k") if math.isnan(value) else (f"{value:.0%}", "w" if value < 0.6 else "k")
-            axes.text(x, y, told, ha="center", va="center", fontsize=8, color=colour)
-    axes.set_xticks(range(len(lengths)), [str(length) for length in lengths])
-    axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
-    axes.set_xlabel("tokens in the text")
-    axes.set_ylabel("depth of the fact")
-    return save(figure, stem)
+            axes.text(x, y, told, ha="center", va="center", fontsize=7, color=colour)
 
 
 def loss_figure(
@@ -258,22 +278,27 @@ def _log_scale(axes: Any) -> None:
 
 
 def perplexity_figure(results: Perplexities, trained_at: int | None, stem: Path) -> list[Path]:
-    """Perplexity against length, as PNG, SVG and PDF."""
+    """Perplexity against length, the mean of seeds and a band of their deviation, as PNG, SVG and PDF."""
     figure, axes = pyplot().subplots(figsize=(6.4, 4.2), layout="constrained")
-    results = {name: {n: value for n, value in row.items() if math.isfinite(value)} for name, row in results.items()}
-    values = [value for row in results.values() for value in row.values()]
+    finite = {
+        name: {n: seeds for n, seeds in row.items() if all(map(math.isfinite, seeds))} for name, row in results.items()
+    }
+    means = {name: {n: statistics.fmean(seeds) for n, seeds in row.items()} for name, row in finite.items()}
+    values = [value for row in means.values() for value in row.values()]
     top = WORST * min(values, default=1.0)
-    for n, (name, row) in enumerate(results.items()):
-        axes.plot(
-            list(row),
-            list(row.values()),
-            label=textwrap.fill(_labelled(name, row.values() or [top], top, ",.0f"), LEGEND_WIDTH),
-            linewidth=2.5 if n == 0 else 1.5,
-            zorder=3 - n / 100,  # the first encoding lies on top
-            **_style(n),
-        )
+    for n, (name, row) in enumerate(means.items()):
+        order = 3 - n / 100  # the first encoding lies on top
+        label = textwrap.fill(_labelled(name, row.values() or [top], top, ",.0f"), LEGEND_WIDTH)
+        width = 2.5 if n == 0 else 1.5
+        axes.plot(list(row), list(row.values()), label=label, linewidth=width, zorder=order, **_style(n))
+        apart = [statistics.stdev(seeds) if len(seeds) > 1 else 0.0 for seeds in finite[name].values()]
+        if any(apart):
+            low, high = zip(*((mean - gap, mean + gap) for mean, gap in zip(row.values(), apart)))
+            axes.fill_between(
+                list(row), low, high, color=_style(n)["color"], alpha=0.2, linewidth=0, zorder=order - 0.005
+            )
     _mark_training(axes, trained_at)
-    lengths = sorted({length for row in results.values() for length in row})
+    lengths = sorted({length for row in means.values() for length in row})
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [str(length) for length in lengths])
     if values:

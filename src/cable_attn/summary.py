@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import re
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -92,7 +91,7 @@ def _runs(folder: Path) -> list[Path]:
 def length_tables(gathered: Gathered) -> dict[str, LengthTable]:
     """Every table with a column for each length; the names make file names."""
     tables = {}
-    values = {name: row for name, row in findings.by_variant(gathered.rows).items() if row}
+    values = findings.by_variant(gathered.rows)
     if values:
         tables["table"] = LengthTable(gathered.title, values, gathered.trained_at, gathered.paper)
     found_documents = retrieval_tables(gathered)
@@ -109,19 +108,18 @@ def length_tables(gathered: Gathered) -> dict[str, LengthTable]:
 
 def ratios(gathered: Gathered) -> str:
     """Markdown: perplexities over another variant's, where both were read on the same documents."""
-    found: dict[str, dict[int, dict[int, ByDocument]]] = {}
+    found: dict[str, dict[int, list[ByDocument]]] = {}
     for row in findings.with_again(gathered.rows):
         for result in row["results"]:
             if len(result.get("by_document") or []) > 1:
-                seeds = found.setdefault(row["variant"], {}).setdefault(result["length"], {})
-                seeds[row["seed"]] = result["by_document"]
+                found.setdefault(row["variant"], {}).setdefault(result["length"], []).append(result["by_document"])
     first = gathered.rows[0]["variant"]
     pairs = gathered.against or {name: first for name in found if name != first}
     lengths = sorted({length for own in found.values() for length in own})
     lines = []
     for name, base in pairs.items():
         ours, theirs = found.get(name, {}), found.get(base, {})
-        cells = [_over(ours.get(length, {}), theirs.get(length, {})) for length in lengths]
+        cells = [_over(ours.get(length, []), theirs.get(length, [])) for length in lengths]
         lines += [[f"{name} over {base}" if gathered.against else name, *cells]] if set(cells) - {"–"} else []
     if not lines:
         return ""
@@ -130,21 +128,20 @@ def ratios(gathered: Gathered) -> str:
     return f"{title}\n\n{markdown_table(['encoding', *map(str, lengths)], lines)}"
 
 
-def _over(ours: dict[int, ByDocument], theirs: dict[int, ByDocument]) -> str:
-    """Of the seeds that both have, on the same documents."""
-    seeds = [seed for seed in ours if [n for n, _ in ours[seed]] == [n for n, _ in theirs.get(seed, [])]]
-    if not seeds:
+def _over(ours: list[ByDocument], theirs: list[ByDocument]) -> str:
+    """Each a mean of its seeds, all on the same documents."""
+    if not ours or not theirs or len({tuple(n for n, _ in one) for one in (*ours, *theirs)}) > 1:
         return "–"
-    ratio, low, high = perplexity_over([ours[seed] for seed in seeds], [theirs[seed] for seed in seeds])
+    ratio, low, high = perplexity_over(ours, theirs)
     return f"{ratio:.3f} ({low:.3f} – {high:.3f})"
 
 
 def figures(gathered: Gathered) -> list[Figure]:
     """All that can be drawn of what is stored; curves of the first seed only."""
     told = []
-    means = mean_perplexities(gathered.rows)
-    if means:
-        told.append(Figure("perplexity", "Perplexity against length", perplexity_figure, (means, gathered.trained_at)))
+    values = findings.by_variant(gathered.rows)
+    if values:
+        told.append(Figure("perplexity", "Perplexity against length", perplexity_figure, (values, gathered.trained_at)))
     first: dict[str, dict[str, Any]] = {}
     for row in findings.with_again(gathered.rows):
         first.setdefault(row["variant"], row)
@@ -160,17 +157,17 @@ def figures(gathered: Gathered) -> list[Figure]:
     if tuned:
         labels = ("contrastive loss", "queries seen in fine-tuning")
         told.append(Figure("contrastive", "Loss in fine-tuning", loss_figure, (tuned,), labels))
-    for row in rows:
-        if any("error" not in found for found in row.get("passkey", [])):
-            name = re.sub(r"[^\w.-]+", "-", row["variant"])
-            caption = f"Pass keys found by {row['variant']}, by length and depth"
-            told.append(Figure(f"passkey-{name}", caption, passkey_figure, (row["passkey"],)))
+    found = {
+        row["variant"]: row["passkey"] for row in rows if any("error" not in one for one in row.get("passkey", []))
+    }
+    if found:
+        told.append(Figure("passkey", "Pass keys found, by length and depth", passkey_figure, (found,)))
     return told
 
 
 def mean_perplexities(rows: Sequence[dict[str, Any]]) -> dict[str, dict[int, float]]:
     values = findings.by_variant(rows)
-    return {name: {n: statistics.mean(found) for n, found in row.items()} for name, row in values.items() if row}
+    return {name: {n: statistics.mean(found) for n, found in row.items()} for name, row in values.items()}
 
 
 def _longest(row: dict[str, Any]) -> list[tuple[int, float]]:

@@ -86,7 +86,7 @@ def evaluate(
         console.print(_passkey_table(result["passkey"]))
         _store(out, result)
         if out is not None and any("error" not in row for row in result["passkey"]):
-            _draw_passkey(result["passkey"], out.with_name(f"{out.stem}-passkey"))
+            _draw_passkey({checkpoint: result["passkey"]}, out.with_name(f"{out.stem}-passkey"))
     if tasks:
         from cable_attn.harness import run_tasks
 
@@ -220,11 +220,11 @@ def _passkey_table(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _draw_passkey(rows: list[dict[str, Any]], stem: Path) -> None:
+def _draw_passkey(found: dict[str, list[dict[str, Any]]], stem: Path) -> None:
     from cable_attn.report import passkey_figure
 
     try:
-        say("Figure: " + ", ".join(str(path) for path in passkey_figure(rows, stem)))
+        say("Figure: " + ", ".join(str(path) for path in passkey_figure(found, stem)))
     except ImportError:
         say("No figure: matplotlib is missing. pip install 'cable-attn[plot]'")
 

@@ -212,15 +212,15 @@ def plot_perplexity(
 
     Example: `cable plot perplexity runs/demo`
     """
-    from cable_attn import summary
+    from cable_attn import findings, summary
     from cable_attn.report import perplexity_figure
 
     gathered = summary.gather(_find_study(source)[0])
-    means = summary.mean_perplexities(gathered.rows)
-    if not means:
+    found = findings.by_variant(gathered.rows)
+    if not found:
         raise CableError(f"{source!r} has no perplexities. Its cells must be read: cable study run, or cable eval.")
     stem = _stem(out, "perplexity")
-    _draw(lambda: perplexity_figure(means, gathered.trained_at, stem))
+    _draw(lambda: perplexity_figure(found, gathered.trained_at, stem))
 
 
 @plot_app.command(name="loss")
