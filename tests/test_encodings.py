@@ -10,7 +10,7 @@ import torch
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from cable_attn import ENCODINGS, CableBertForMaskedLM, CableError, CableGPTForCausalLM, attention
-from cable_attn.attention import attend, decoding, make_call
+from cable_attn.attention import attend, call, decoding, make_call
 from cable_attn.bias import KERNELS, TokenBias
 from cable_attn.encodings import Geometry, cable, find_encoding
 from cable_attn.encodings.base import PotentialEncoding
@@ -216,6 +216,20 @@ def test_bfloat16_keeps_positions_accurate(name):
     wanted_turned, _ = exact.rotate(heads_of_x.double(), heads_of_x.double(), layout)
     assert (turned.double() - wanted_turned).abs().max() <= 2**-8 * wanted_turned.abs().max()
     assert (embedded.double() - exact.embed(torch.zeros_like(x).double(), layout)).abs().max() <= 2**-8
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_blocks_of_rows_change_nothing(name, monkeypatch):
+    """Those that look at the scores see the same ones, though a block leaves out the keys behind it."""
+    model, text = gpt(name).double(), tokens(readable(name, 20))
+    found = []
+    for elements in (2**26, 300):
+        monkeypatch.setattr(call, "BLOCK_ELEMENTS", elements)
+        logits = model(text).logits
+        weights = [value for value in model.parameters() if value.requires_grad]
+        found.append([logits, *torch.autograd.grad(logits.square().sum(), weights)])
+    for whole, blocks in zip(*found, strict=True):
+        assert torch.allclose(whole, blocks, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -23,11 +23,14 @@ def run(call: Call) -> Tensor:
     return in_row_blocks(call, _attend)
 
 
-def weights(call: Call, rows: range) -> Tensor:
-    """The attention weights of some queries: [B, H, n, Tk]. A query that sees nothing has all zeros."""
-    i, j = call.indices(rows)
+def weights(call: Call, rows: range, *, only_visible: bool = False) -> Tensor:
+    """The attention weights of some queries: [B, H, n, Tk]. A query that sees nothing has all zeros.
+
+    only_visible: without the last keys, if none of the queries sees them.
+    """
+    i, j = call.indices(rows, only_visible=only_visible)
     q = call.q[:, :, i].to(call.wide) * call.scale
-    k = call.k.to(call.wide).repeat_interleave(call.groups, dim=1)
+    k = call.k[:, :, : len(j)].to(call.wide).repeat_interleave(call.groups, dim=1)
     scores = q @ k.transpose(-1, -2)
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
@@ -43,6 +46,6 @@ def weights(call: Call, rows: range) -> Tensor:
 
 def _attend(call: Call, rows: range) -> Tensor:
     with torch.autocast(call.q.device.type, enabled=False):
-        p = torch.nn.functional.dropout(weights(call, rows), call.dropout)
-        v = call.v.to(call.wide).repeat_interleave(call.groups, dim=1)
+        p = torch.nn.functional.dropout(weights(call, rows, only_visible=True), call.dropout)
+        v = call.v[:, :, : p.shape[-1]].to(call.wide).repeat_interleave(call.groups, dim=1)
         return (p @ v).to(call.v.dtype)
