@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from cable_attn import (
     cells,
+    comparisons,
     evaluation,
     findings,
     jobs,
@@ -489,12 +490,36 @@ def test_variants_are_compared_with_the_first_on_the_same_documents():
         row("rope", 2, 1.75, 2.75),
     ]
     rows += [row("fox", 0, 1.0, 2.0, tokens=99), {"variant": "old", "seed": 0, "results": [{"length": 64}]}]
-    told = summary.ratios(summary.Gathered("t", rows, {}, {}))
-    assert told.splitlines()[2:] == ["| encoding | 64 |", "|---|---|", "| rope | 1.649 (1.649 – 1.649) |"]
-    assert summary.ratios(summary.Gathered("t", rows[:2], {}, {})) == ""
+    told = comparisons.ratios(summary.Gathered("t", rows, {}, {}))
+    assert told.splitlines()[2:] == [
+        "| encoding | seeds | 64 |",
+        "|---|---|---|",
+        "| rope | 2 / 2 | 1.649 (1.649 – 1.649) |",
+    ]
+    assert comparisons.ratios(summary.Gathered("t", rows[:2], {}, {})) == ""
     rows.append(row("k-cable", 1, 2.0, 3.0))
-    told = summary.ratios(summary.Gathered("t", rows, {}, {}, against={"k-cable": "rope", "fox": "nope"}))
-    assert told.splitlines()[-1] == "| k-cable over rope | 1.649 (1.649 – 1.649) |" and "fox" not in told
+    told = comparisons.ratios(summary.Gathered("t", rows, {}, {}, against={"k-cable": "rope", "fox": "nope"}))
+    assert told.splitlines()[-1] == "| k-cable over rope | 1 / 2 | 1.649 (1.649 – 1.649) |" and "fox" not in told
+
+
+def test_what_far_text_is_worth_leaves_out_that_fewer_tokens_begin_a_text():
+    """Windows of 64 whose second half has a loss of 1: four times as long they would have 1.25 even so."""
+
+    def row(variant, far):
+        near = {"length": 64, "loss": 2.0, "by_place": [[16, 4.0], [32, 2.0], [48, 1.0], [64, 1.0]]}
+        read = [near, {"length": 256, "loss": far, "by_place": [[256, far]]}, {"length": 512, "error": "cannot"}]
+        read = [{**one, "perplexity": math.exp(one["loss"])} if "loss" in one else one for one in read]
+        return {"variant": variant, "results": read, "settings": {"recipe": {"data": {"length": 64}}}}
+
+    rows = [row("cable", 1.15), row("alibi", 1.25), row("cable", 1.05)]
+    told = comparisons.far_context(summary.Gathered("t", rows, {}, {})).splitlines()
+    cable, alibi, same = (f"{math.exp(loss):.2f}" for loss in (1.1, 1.25, 1.25))
+    assert told[-2:] == [
+        f"| cable | {cable} | {same} | {math.exp(-0.15):.3f} |",
+        f"| alibi | {alibi} | {same} | 1.000 |",
+    ]
+    short = [{**one, "results": one["results"][:1]} for one in rows]
+    assert comparisons.far_context(summary.Gathered("t", short, {}, {})) == ""
 
 
 def test_a_figure_keeps_close_rivals_apart_beside_one_that_fails(monkeypatch, tmp_path):

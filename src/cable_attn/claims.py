@@ -11,8 +11,8 @@ A table is a study (perplexity), ``STUDY COLLECTION`` (nDCG@10), ``STUDY loss`` 
 ``STUDY contrastive`` (the last tenth of its curve, @end), ``STUDY speed`` (tokens a second, @training and @reading, of
 one that has ``speeds``), ``training``, ``memory`` and ``parameters`` of ``cable bench train`` by size, or ``decode``
 and ``prefill`` of ``cable bench`` by length, both numbers from the last run that has them. Of several seeds it is the
-mean. A verdict beside tests is the best that these can show. What follows from the formulae has a test: ``shown_by =
-"tests/FILE.py::NAME"``, and a verdict.
+mean. A verdict beside tests is the best that these can show; one that holds nothing stands whatever they show. What
+follows from the formulae has a test: ``shown_by = "tests/FILE.py::NAME"``, and a verdict.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ from cable_attn.tables import markdown_table
 
 FILE = "claims.toml"
 VERDICTS = ("holds", "holds in part", "not at this scale", "refuted", "not measured")
+SETTLED = VERDICTS[2:]
+"""Which no comparison changes."""
 OPERATORS = {"<": operator.lt, ">": operator.gt}
 COMPARISON = re.compile(
     r"(?P<table>[^:]+): (?P<left>\S[^<>]*)@(?P<at>[^@\s]+) (?P<sign>[<>]) "
@@ -93,7 +95,9 @@ def _judge(said: dict[str, Any], known: Known) -> tuple[str, str, list[Path]]:
         return best, said.get("why", ""), []
     outcomes = [_compare(text, known) for text in said["tests"]]
     passed = sum(holds for holds, _, _ in outcomes)
-    verdict = best if passed == len(outcomes) else "holds in part" if passed else "refuted"
+    verdict = best
+    if passed < len(outcomes) and best not in SETTLED:
+        verdict = "holds in part" if passed else "refuted"
     told = "; ".join(text if holds else f"not: {text}" for holds, text, _ in outcomes)
     why = f" {said['why']}" if "why" in said else ""
     return verdict, f"{told}.{why}", list(dict.fromkeys(place for _, _, place in outcomes))

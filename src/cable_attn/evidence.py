@@ -18,7 +18,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from cable_attn import claims, findings, summary
+from cable_attn import claims, comparisons, findings, summary
 from cable_attn import study as studies
 from cable_attn.cells import EVALUATION, baseline, results
 from cable_attn.errors import CableError, unknown
@@ -81,7 +81,7 @@ class Stored:
 
     def section(self) -> str:
         tables = [_with_caption(table) for table in self.tables()]
-        tables += [told] if (told := summary.ratios(self.gathered)) else []
+        tables += filter(None, (comparisons.ratios(self.gathered), comparisons.far_context(self.gathered)))
         pictures = [self._picture(figure) for figure in summary.figures(self.gathered)]
         return "\n\n".join([*tables, *pictures, self._runs(), self._source()])
 

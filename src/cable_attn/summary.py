@@ -15,10 +15,9 @@ from cable_attn import findings
 from cable_attn import recipe as recipes
 from cable_attn.cells import EVALUATION, FAILURE, baseline, training_record
 from cable_attn.errors import CableError
-from cable_attn.evaluation import ByDocument, perplexity_over
 from cable_attn.files import read_json, write_atomically
-from cable_attn.report import Curves, loss_figure, passkey_figure, perplexity_figure, place_figure
-from cable_attn.tables import LengthTable, markdown_table
+from cable_attn.report import WORST, Curves, loss_figure, passkey_figure, perplexity_figure, place_figure
+from cable_attn.tables import LengthTable
 
 FILE = "report.html"
 ENVIRONMENT = ("commit", "gpu", "python", "versions")
@@ -100,40 +99,10 @@ def length_tables(gathered: Gathered) -> dict[str, LengthTable]:
         tables["table" if alone else f"table-{name.replace('/', '-')}"] = table
     found = findings.found_by_length(gathered.rows)
     if found:
-        tables["passkey"] = LengthTable(
-            "Pass keys found, %", found, gathered.trained_at, digits=1, lower_is_better=False
-        )
+        depths = {one["depth"] for row in gathered.rows for one in row.get("passkey", []) if "error" not in one}
+        title = f"Pass keys found, %, the mean of {len(depths)} depths"
+        tables["passkey"] = LengthTable(title, found, gathered.trained_at, digits=1, lower_is_better=False)
     return tables
-
-
-def ratios(gathered: Gathered) -> str:
-    """Markdown: perplexities over another variant's, where both were read on the same documents."""
-    found: dict[str, dict[int, list[ByDocument]]] = {}
-    for row in findings.with_again(gathered.rows):
-        for result in row["results"]:
-            if len(result.get("by_document") or []) > 1:
-                found.setdefault(row["variant"], {}).setdefault(result["length"], []).append(result["by_document"])
-    first = gathered.rows[0]["variant"]
-    pairs = gathered.against or {name: first for name in found if name != first}
-    lengths = sorted({length for own in found.values() for length in own})
-    lines = []
-    for name, base in pairs.items():
-        ours, theirs = found.get(name, {}), found.get(base, {})
-        cells = [_over(ours.get(length, []), theirs.get(length, [])) for length in lengths]
-        lines += [[f"{name} over {base}" if gathered.against else name, *cells]] if set(cells) - {"–"} else []
-    if not lines:
-        return ""
-    over = "Perplexity over another's" if gathered.against else f"Perplexity over {first}'s"
-    title = f"**{over} on the same documents; in brackets 95 % of it when they are drawn anew**"
-    return f"{title}\n\n{markdown_table(['encoding', *map(str, lengths)], lines)}"
-
-
-def _over(ours: list[ByDocument], theirs: list[ByDocument]) -> str:
-    """Each a mean of its seeds, all on the same documents."""
-    if not ours or not theirs or len({tuple(n for n, _ in one) for one in (*ours, *theirs)}) > 1:
-        return "–"
-    ratio, low, high = perplexity_over(ours, theirs)
-    return f"{ratio:.3f} ({low:.3f} – {high:.3f})"
 
 
 def figures(gathered: Gathered) -> list[Figure]:
@@ -141,18 +110,22 @@ def figures(gathered: Gathered) -> list[Figure]:
     told = []
     values = findings.by_variant(gathered.rows)
     if values:
-        told.append(Figure("perplexity", "Perplexity against length", perplexity_figure, (values, gathered.trained_at)))
+        caption = f"Perplexity against length, up to {WORST:g} times the lowest"
+        if any(len(seeds) > 1 for row in values.values() for seeds in row.values()):
+            caption += "; bands are deviations over seeds"
+        told.append(Figure("perplexity", caption, perplexity_figure, (values, gathered.trained_at)))
     first: dict[str, dict[str, Any]] = {}
     for row in findings.with_again(gathered.rows):
         first.setdefault(row["variant"], row)
     rows = list(first.values())
     places = {row["variant"]: _longest(row) for row in rows if _longest(row)}
     if places:
-        told.append(Figure("places", "Loss by place in the longest text", place_figure, (places, gathered.trained_at)))
+        caption = "Loss by place in the longest text that each was read on, the first seed's"
+        told.append(Figure("places", caption, place_figure, (places, gathered.trained_at)))
     trained = {row["cell"]: row for row in reversed(rows)}
     curves = {name: row["training"]["curve"] for name, row in reversed(trained.items()) if row["training"].get("curve")}
     if curves:
-        told.append(Figure("loss", "Loss in training", loss_figure, (curves,)))
+        told.append(Figure("loss", "Loss in training, the first seed's", loss_figure, (curves,)))
     tuned = {row["cell"]: row["fine_tuning"]["curve"] for row in rows if "fine_tuning" in row}
     if tuned:
         labels = ("contrastive loss", "queries seen in fine-tuning")

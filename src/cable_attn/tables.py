@@ -79,7 +79,9 @@ class LengthTable:
         told += "; the best of each length in bold." if self._compares else "."
         seeds = {len(found) for row in self.values.values() for found in row.values()}
         if max(seeds, default=1) > 1:
-            told += " Mean ± deviation over seeds."
+            told += (
+                f" Mean ± deviation over {max(seeds)} seeds{'; one seed where there is no ±' if 1 in seeds else ''}."
+            )
         if self.paper:
             told += " In brackets the paper's number and our difference to it."
         return told

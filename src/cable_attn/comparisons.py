@@ -1,0 +1,79 @@
+"""Variants of a study beside each other, as Markdown: on the same documents, and far behind the training length."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+from cable_attn import findings
+from cable_attn.evaluation import ByDocument, perplexity_over
+from cable_attn.summary import Gathered
+from cable_attn.tables import markdown_table
+
+
+def ratios(gathered: Gathered) -> str:
+    """Markdown: perplexities over another variant's, where both were read on the same documents."""
+    found: dict[str, dict[int, list[ByDocument]]] = {}
+    for row in findings.with_again(gathered.rows):
+        for result in row["results"]:
+            if len(result.get("by_document") or []) > 1:
+                found.setdefault(row["variant"], {}).setdefault(result["length"], []).append(result["by_document"])
+    first = gathered.rows[0]["variant"]
+    pairs = gathered.against or {name: first for name in found if name != first}
+    lengths = sorted({length for own in found.values() for length in own})
+    lines = []
+    for name, base in pairs.items():
+        ours, theirs = found.get(name, {}), found.get(base, {})
+        cells = [_over(ours.get(length, []), theirs.get(length, [])) for length in lengths]
+        seeds = " / ".join(str(max(map(len, own.values()), default=0)) for own in (ours, theirs))
+        if set(cells) - {"–"}:
+            lines.append([f"{name} over {base}" if gathered.against else name, seeds, *cells])
+    if not lines:
+        return ""
+    over = "Perplexity over another's" if gathered.against else f"Perplexity over {first}'s"
+    drawn = "in brackets 95 % of it when these are drawn anew; the chance of other seeds comes on top"
+    title = f"**{over} on the same documents; {drawn}**"
+    return f"{title}\n\n{markdown_table(['encoding', 'seeds', *map(str, lengths)], lines)}"
+
+
+def _over(ours: list[ByDocument], theirs: list[ByDocument]) -> str:
+    """Each a mean of its seeds, all on the same documents."""
+    if not ours or not theirs or len({tuple(n for n, _ in one) for one in (*ours, *theirs)}) > 1:
+        return "–"
+    ratio, low, high = perplexity_over(ours, theirs)
+    return f"{ratio:.3f} ({low:.3f} – {high:.3f})"
+
+
+def far_context(gathered: Gathered) -> str:
+    """Markdown: what each makes of text further back than it was trained on.
+
+    Long windows lower the perplexity of any model, because fewer tokens have little before them. So the longest is
+    compared with what it would be if from the training length on every token were predicted as in the second half of a
+    window of that length.
+    """
+    near, lengths = gathered.trained_at, {n for row in findings.by_variant(gathered.rows).values() for n in row}
+    if near is None or near not in lengths or max(lengths) <= near:
+        return ""
+    far, lines = max(lengths), []
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row in findings.with_again(gathered.rows):
+        read = {result["length"]: result for result in row["results"] if "by_place" in result}
+        if near in read and far in read:
+            found.setdefault(row["variant"], []).append((read[far]["loss"], _as_if_near(read[near], far)))
+    for name, seeds in found.items():
+        measured, as_if = (statistics.fmean(losses) for losses in zip(*seeds))
+        lines.append([name, f"{math.exp(measured):.2f}", f"{math.exp(as_if):.2f}", f"{math.exp(measured - as_if):.3f}"])
+    title = f"**Perplexity at {far} tokens, and what it would be if nothing further back than {near} told anything**"
+    header = ("encoding", "measured", f"as if {near} back", "the one over the other")
+    return f"{title}\n\n{markdown_table(header, lines)}" if lines else ""
+
+
+def _as_if_near(result: dict[str, Any], far: int) -> float:
+    """The loss at a length of ``far`` if behind this one's every token had half of its places or more before it."""
+    near, begin, late = result["length"], 0, []
+    for end, loss in result["by_place"]:
+        late += [(end - begin, loss)] if begin >= near // 2 else []
+        begin = end
+    mean = sum(n * loss for n, loss in late) / sum(n for n, _ in late)
+    return float((near * result["loss"] + (far - near) * mean) / far)
