@@ -26,6 +26,7 @@ class Reading:
     path: str = ""
     """Token shards; default: those of the recipe. ``embedded``: the embedded test novel."""
     split: str = "validation"
+    """Of the shards; the embedded corpus has its test novel only."""
     tokens: int = 0
     """At most about so many; 0: all."""
     beginnings: int = 0
