@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -309,6 +310,7 @@ def test_a_table_of_several_training_lengths_claims_none():
 def test_a_study_that_is_told_to_stop_starts_nothing_more(tmp_path):
     """Not even the next table of a paper."""
     script = f"""
+from itertools import pairwise
 from pathlib import Path
 from cable_attn.jobs import run_in_processes
 commands = {{name: ["sleep", "30"] for name in "abc"}}
@@ -331,6 +333,7 @@ def test_a_launcher_that_cannot_start_fails_every_cell_and_hangs_none(tmp_path):
 def test_measuring_that_is_told_to_stop_leaves_no_process_behind(tmp_path):
     script = """
 import sys
+from itertools import pairwise
 from pathlib import Path
 from cable_attn.jobs import Process, in_turn
 
@@ -545,6 +548,22 @@ def test_figures_of_losses_show_what_is_told_apart(monkeypatch, tmp_path):
     report.loss_figure({"cable": [(1, 11.0), (20, 4.0), (100, 3.0)], "rope": [(1, 12.0), (100, 3.1)]}, tmp_path / "x")
     assert drawn[0].lines[0].get_xydata().tolist() == [[16, 57 / 16], [36, (4 * 2.5 + 12 * 2 + 4) / 20]]
     assert 4.0 < drawn[1].get_ylim()[1] < 4.2
+
+
+def test_lengths_beside_each_other_can_be_read(monkeypatch, tmp_path):
+    drawn = []
+    monkeypatch.setattr(report, "save", lambda figure, stem: drawn.append(figure))
+    report.perplexity_figure({"cable": {n: [20.0] for n in (500, 1024, 65536, 131072)}}, 1024, tmp_path / "x")
+    drawn[0].canvas.draw()
+    labels = drawn[0].axes[0].get_xticklabels()
+    assert [label.get_text() for label in labels] == ["500", "1k", "64k", "128k"]
+    boxes = [label.get_window_extent() for label in labels]
+    assert all(left.x1 < right.x0 for left, right in pairwise(boxes))
+
+
+def test_what_is_told_by_the_same_digits_is_equally_good():
+    table = LengthTable("t", {"cable": {8: [2.001]}, "pruned": {8: [2.0]}, "rope": {8: [2.02]}}, 8)
+    assert [table.is_best(name, 8) for name in table.values] == [True, True, False]
 
 
 def test_a_table_and_a_figure_bear_what_is_not_finite(tmp_path):

@@ -168,7 +168,7 @@ def passkey_figure(found: Found, stem: Path) -> list[Path]:
         _heat_map(axes, {(row["depth"], row["length"]): row["accuracy"] for row in rows}, depths, lengths)
     for axes in panels.flat[len(found) :]:
         axes.set_visible(False)
-    panels[0][0].set_xticks(range(len(lengths)), [str(length) for length in lengths])
+    panels[0][0].set_xticks(range(len(lengths)), [_length(length) for length in lengths])
     panels[0][0].set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
     figure.supxlabel("tokens in the text", fontsize=9)
     figure.supylabel("depth of the fact", fontsize=9)
@@ -193,7 +193,8 @@ def loss_figure(
     figure, axes = _lines(curves, what, along)
     later = [loss for curve in curves.values() for n, loss in curve if n >= BEGINNING * curve[-1][0]]
     if later and max(later) > min(later):
-        axes.set_ylim(top=max(later) + 0.05 * (max(later) - min(later)))
+        margin = 0.05 * (max(later) - min(later))
+        axes.set_ylim(min(later) - margin, max(later) + margin)
     import matplotlib
 
     axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
@@ -260,7 +261,14 @@ def _mark_training(axes: Any, trained_at: int | None) -> None:
     if trained_at is None:
         return
     axes.axvline(trained_at, color="0.6", linestyle=":", linewidth=1)
-    axes.annotate("trained here", (trained_at, 0.97), xycoords=("data", "axes fraction"), xytext=(4, 0), **NOTE)
+    place: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "xytext": (4, 0), "zorder": 4}
+    behind = {"facecolor": "w", "edgecolor": "none", "pad": 0.5}  # lines that leave the figure pass there
+    axes.annotate("trained here", (trained_at, 0.97), bbox=behind, **place, **NOTE)
+
+
+def _length(tokens: int) -> str:
+    """Short enough that 65536 and 131072 fit beside each other."""
+    return str(tokens) if tokens % 1024 else f"{tokens // 1024}k"
 
 
 def _log_scale(axes: Any) -> None:
@@ -300,7 +308,7 @@ def perplexity_figure(results: Perplexities, trained_at: int | None, stem: Path)
     _mark_training(axes, trained_at)
     lengths = sorted({length for row in means.values() for length in row})
     axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [str(length) for length in lengths])
+    axes.set_xticks(lengths, [_length(length) for length in lengths])
     if values:
         axes.set_ylim(0.96 * min(values), 1.04 * max(value for value in values if value <= top))
     _log_scale(axes)

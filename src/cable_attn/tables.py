@@ -52,12 +52,13 @@ class LengthTable:
         return self.marks_best and len(self.values) > 1
 
     def is_best(self, name: str, length: int) -> bool:
+        """Also one that is told by the same digits."""
         means = [statistics.fmean(row[length]) for row in self.values.values() if row.get(length)]
         finite = [mean for mean in means if math.isfinite(mean)]
         if not finite or not self._compares or not self.values[name].get(length):
             return False
         best = min(finite) if self.lower_is_better else max(finite)
-        return statistics.fmean(self.values[name][length]) == best
+        return f"{statistics.fmean(self.values[name][length]):.{self.digits}f}" == f"{best:.{self.digits}f}"
 
     def text(self, name: str, length: int) -> str:
         found = self.values[name].get(length)
