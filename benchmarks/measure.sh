@@ -57,7 +57,7 @@ pruning)  # after the long study
 conversion)
   study llama
   study conversion --jobs 4 ;;
-books | passkey | long | layers | dape | small | retrieval | rates | layers-novels | dape-novels | long-novels | short-novels)
+books | long | layers | dape | small | retrieval | rates | layers-novels | dape-novels | long-novels | short-novels)
   study "$part" "$@" ;;
 *)
   echo "no part $part" >&2

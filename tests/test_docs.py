@@ -159,14 +159,16 @@ def test_a_study_whose_cells_had_the_machine_alone_tells_their_speed(stored, tmp
     file = stored / "books.toml"
     file.write_text(file.read_text().replace("lengths =", "speeds = true\nlengths =", 1))
     page.write_text("<!-- study books -->\n<!-- end -->\n<!-- claims -->\n<!-- end -->\n")
-    tests = ["books speed: cable@reading > 0.1 * rope@reading"]
+    tests = ["books speed at reading: cable > 0.1 * rope", "books memory at training: cable < 0.1 * rope"]
     (stored / "claims.toml").write_text(f"[[claim]]\nnumber = 2\ntests = {json.dumps(tests)}\n")
     evidence.fill(page, stored, tmp_path)
-    first = json.loads((stored / "results/books/rope-0/evaluation.json").read_text())["results"][0]
-    speeds = page.read_text().split("**Thousands of tokens read in a second")[1]
-    row = next(line for line in speeds.splitlines() if line.startswith("| rope |"))
-    assert row.split("|")[2].strip(" *") == f"{first['tokens'] / first['seconds'] / 1000:.1f}"
-    assert "books speed: cable at reading" in speeds
+    stored_run = json.loads((stored / "results/books/rope-0/evaluation.json").read_text())
+    first = stored_run["results"][0]
+    speeds = page.read_text().split("**Thousands of tokens a second")[1]
+    row = next(line for line in speeds.splitlines() if line.startswith("| rope |")).split("|")
+    assert row[2].strip() == f"{stored_run['training']['median_tokens_per_second'] / 1000:.1f}"
+    assert row[3].strip() == f"{first['tokens'] / first['seconds'] / 1000:.1f}"
+    assert "✓ books speed at reading: cable" in speeds and "✗ books memory at training: cable" in speeds
 
 
 @pytest.mark.parametrize(
@@ -189,22 +191,25 @@ def test_marks_that_name_nothing_are_errors_and_the_page_stays(mark, words, tmp_
     [
         (["books: cable@15360 < rope@15360"], "holds"),
         (["books: cable@15360 < rope@15360", "books: cable@15360 > rope@15360"], "holds in part"),
-        (["books: cable@1024 < 0.5 * rope@1024"], "refuted"),
+        (["books at 1024, 15360: cable < alibi | rope"], "holds"),
+        (["books at 1024: cable < rope | cable"], "holds in part"),
+        (["books at 1024: cable < 0.5 * rope"], "refuted"),
         (["retrieval wiki: cable@8192 > rope@8192", "memory: cable@medium < 1.05 * rope@medium"], "holds"),
     ],
 )
 def test_a_verdict_follows_from_stored_numbers(tests, verdict, stored, tmp_path):
     (stored / "claims.toml").write_text(f"[[claim]]\nnumber = 2\ntests = {json.dumps(tests)}\n")
     lines = claims.table(stored, tmp_path / "page.md").splitlines()
-    assert len(lines) == 2 + len(findings.claims()) and f"**{verdict}**" in lines[3] and "**not measured**" in lines[2]
-    assert "](benchmarks/results/" in lines[3]
+    assert len(lines) == 4 + len(findings.claims()) and f"**{verdict}**" in lines[5] and "**not measured**" in lines[4]
+    assert "](benchmarks/results/" in lines[5]
+    assert lines[0] == f"Of {len(lines) - 4} claims: 1 *{verdict}*, {len(lines) - 5} *not measured*."
     with (stored / "claims.toml").open("a") as file:
         file.write('verdict = "holds in part"\n')  # the best that they can show
     lines = claims.table(stored, tmp_path / "page.md").splitlines()
-    assert f"**{'holds in part' if verdict == 'holds' else verdict}**" in lines[3]
+    assert f"**{'holds in part' if verdict == 'holds' else verdict}**" in lines[5]
     settled = (stored / "claims.toml").read_text().replace('"holds in part"', '"not at this scale"')
     (stored / "claims.toml").write_text(settled)  # and no comparison makes that better or worse
-    assert "**not at this scale**" in claims.table(stored, tmp_path / "page.md").splitlines()[3]
+    assert "**not at this scale**" in claims.table(stored, tmp_path / "page.md").splitlines()[5]
 
 
 def test_claims_compare_one_run_and_the_mean_of_seeds(stored, tmp_path):
@@ -228,9 +233,24 @@ def test_claims_compare_one_run_and_the_mean_of_seeds(stored, tmp_path):
     ]
     (stored / "claims.toml").write_text(f"[[claim]]\nnumber = 2\ntests = {json.dumps(tests)}\n")
     told = claims.table(stored, tmp_path / "page.md")
-    assert f"alibi at end {again['training']['eval_loss'] - 1:.3f}" in told
-    assert "decode: cable at 1024 1.000 < rope at 1024 4.000" in told
-    assert "decode: rope at 1024 0.500 > 0.1 × rope at 1024 0.500" in told, "the last run that has both"
+    assert f"✗ books loss at end: alibi {again['training']['eval_loss'] - 1:.3f} >" in told
+    assert "✓ decode at 1024: cable 1.000 < rope 4.000" in told
+    assert "✓ decode at 1024: rope 0.500 > 0.1 × rope 0.500" in told, "the last run that has both"
+
+
+def test_a_claim_tells_a_number_once_with_all_that_it_was_compared_with(stored, tmp_path):
+    """A line for those that came out as claimed, one for those that did not; columns that differ are named."""
+    tests = ["books at 1024, 2048: cable < rope | cable | nope", "books: cable@2048 < 0.5 * rope@1024"]
+    (stored / "claims.toml").write_text(f"[[claim]]\nnumber = 2\ntests = {json.dumps(tests)}\n")
+    cell = claims.table(stored, tmp_path / "page.md").splitlines()[5].split(" | ")[3]
+    told = [re.sub(r"\d+\.\d\d", "N", line) for line in cell.split("<br>")]
+    assert told == [
+        "✓ books at 1024: cable N < rope N, nope N",
+        "✗ books at 1024: cable N < cable N",
+        "✓ books at 2048: cable N < rope N, nope N",
+        "✗ books at 2048: cable N < cable N",
+        "✗ books: cable at 2048 N < 0.5 × rope at 1024 N",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -240,6 +260,8 @@ def test_claims_compare_one_run_and_the_mean_of_seeds(stored, tmp_path):
         ('tests = ["book: cable@1024 < rope@1024"]', "Did you mean 'books'?"),
         ('tests = ["books: cabel@1024 < rope@1024"]', "Did you mean 'cable'?"),
         ('tests = ["books: cable@1000 < rope@1024"]', "unknown column of 'cable'"),
+        ('tests = ["books at 1000: cable < rope"]', "unknown column of 'cable'"),
+        ('tests = ["books at 1024: cable < ropes"]', "Did you mean 'rope'?"),
         ('verdict = "true"', "unknown verdict in claims.toml 'true'"),
         (
             'verdict = "holds"\nshown_by = "tests/test_docs.py::test_no"',

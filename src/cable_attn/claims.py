@@ -5,14 +5,20 @@ was measured that could decide it:
 
     [[claim]]
     number = 9
-    tests = ["books: cable@15360 < cable-nw@15360", "training: cable@small > 0.97 * rope@small"]
+    tests = ["books at 1024, 15360: cable < cable-nw | alibi", "books: cable@15360 < 0.99 * cable@1024"]
 
-A table is a study (perplexity), ``STUDY COLLECTION`` (nDCG@10), ``STUDY loss`` (held out @end, in training @half way),
-``STUDY contrastive`` (the last tenth of its curve, @end), ``STUDY speed`` (tokens a second, @training and @reading, of
-one that has ``speeds``), ``training``, ``memory`` and ``parameters`` of ``cable bench train`` by size, or ``decode``
-and ``prefill`` of ``cable bench`` by length, both numbers from the last run that has them. Of several seeds it is the
-mean. A verdict beside tests is the best that these can show; one that holds nothing stands whatever they show. What
-follows from the formulae has a test: ``shown_by = "tests/FILE.py::NAME"``, and a verdict.
+The first asks the same of several columns and rivals, the second compares two columns. The tables:
+
+    STUDY                             perplexity, by length
+    STUDY COLLECTION                  nDCG@10, by length
+    STUDY loss                        held out at the ``end``, in training ``half`` way
+    STUDY contrastive                 of fine-tuning, the last tenth of its curve: ``end``
+    STUDY speed, STUDY memory         of one with ``speeds``: tokens a second in ``training`` and ``reading``, MiB
+    training, memory, parameters      of ``cable bench train``, by size
+    decode, prefill                   of ``cable bench``, by length; both numbers from the last run that has them
+
+Of several seeds it is the mean. A verdict beside tests is the best that these can show; one that holds nothing stands
+whatever they show. What follows from the formulae has a test: ``shown_by = "tests/FILE.py::NAME"``, and a verdict.
 """
 
 from __future__ import annotations
@@ -39,10 +45,36 @@ VERDICTS = ("holds", "holds in part", "not at this scale", "refuted", "not measu
 SETTLED = VERDICTS[2:]
 """Which no comparison changes."""
 OPERATORS = {"<": operator.lt, ">": operator.gt}
-COMPARISON = re.compile(
-    r"(?P<table>[^:]+): (?P<left>\S[^<>]*)@(?P<at>[^@\s]+) (?P<sign>[<>]) "
-    r"(?:(?P<factor>[\d.]+) \* )?(?P<right>\S.*)@(?P<by>[^@\s]+)"
+LINE = "<br>"
+"""Begins a new line in a cell of a table."""
+FACTOR = r"(?:(?P<factor>[\d.]+) \* )?"
+ONE_COLUMN = re.compile(
+    rf"(?P<table>[^:]+?) at (?P<columns>[^:]+): (?P<left>\S[^<>]*) (?P<sign>[<>]) {FACTOR}(?P<rights>\S.*)"
 )
+TWO_COLUMNS = re.compile(
+    rf"(?P<table>[^:]+): (?P<left>\S[^<>]*)@(?P<at>[^@\s]+) (?P<sign>[<>]) {FACTOR}(?P<right>\S.*)@(?P<by>[^@\s]+)"
+)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    table: str
+    left: str
+    at: str
+    sign: str
+    factor: str | None
+    right: str
+    by: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``before`` and ``after``: what was compared, up to its sign and behind it."""
+
+    holds: bool
+    before: str
+    after: str
+    place: Path
 
 
 @dataclass(frozen=True)
@@ -62,21 +94,25 @@ Known = Mapping[str, list[Numbers]]
 
 
 def table(stored: Path, page: Path) -> str:
-    """All claims as Markdown."""
+    """How many hold, and all of them, as Markdown."""
     said = _read(stored / FILE)
     known: dict[str, list[Numbers]] = {}
     for name, numbers in _numbers(stored):
         known.setdefault(name, []).append(numbers)
-    lines = []
+    lines, verdicts = [], []
     for number, claim in enumerate(findings.claims(), 1):
         entry = said.get(number, {})
         verdict, found, places = _judge(entry, known)
         if "shown_by" in entry:
             places.append(_test(entry["shown_by"], stored.parent))
         links = [f"[{place.name}]({Path(os.path.relpath(place, page.parent)).as_posix()})" for place in places]
-        cells = (str(number), claim["claim"], claim["where"], f"**{verdict}**", found, ", ".join(links))
+        said_there = f"{claim['claim']}{LINE}*{claim['where']}*"
+        cells = (str(number), said_there, f"**{verdict}**", found, LINE.join(links))
         lines.append([cell.replace("|", "\\|") for cell in cells])
-    return markdown_table(("", "the paper says", "where", "here", "measured", "stored in"), lines)
+        verdicts.append(verdict)
+    counts = ", ".join(f"{verdicts.count(verdict)} *{verdict}*" for verdict in VERDICTS if verdict in verdicts)
+    header = ("", "the paper says", "here", "measured", "stored in")
+    return f"Of {len(verdicts)} claims: {counts}.\n\n{markdown_table(header, lines)}"
 
 
 def _read(path: Path) -> dict[int, dict[str, Any]]:
@@ -93,14 +129,21 @@ def _judge(said: dict[str, Any], known: Known) -> tuple[str, str, list[Path]]:
     require_known(f"verdict in {FILE}", best, VERDICTS)
     if not said.get("tests"):
         return best, said.get("why", ""), []
-    outcomes = [_compare(text, known) for text in said["tests"]]
-    passed = sum(holds for holds, _, _ in outcomes)
+    outcomes = [_compare(one, known) for text in said["tests"] for one in _comparisons(text)]
+    passed = sum(outcome.holds for outcome in outcomes)
     verdict = best
     if passed < len(outcomes) and best not in SETTLED:
         verdict = "holds in part" if passed else "refuted"
-    told = "; ".join(text if holds else f"not: {text}" for holds, text, _ in outcomes)
-    why = f" {said['why']}" if "why" in said else ""
-    return verdict, f"{told}.{why}", list(dict.fromkeys(place for _, _, place in outcomes))
+    told = [_told(outcomes), *([said["why"]] if "why" in said else [])]
+    return verdict, LINE.join(told), list(dict.fromkeys(outcome.place for outcome in outcomes))
+
+
+def _told(outcomes: list[Outcome]) -> str:
+    """A line for all that one number was compared with."""
+    lines: dict[tuple[bool, str], list[str]] = {}
+    for outcome in outcomes:
+        lines.setdefault((outcome.holds, outcome.before), []).append(outcome.after)
+    return LINE.join(f"{'✓' if holds else '✗'} {before} {', '.join(after)}" for (holds, before), after in lines.items())
 
 
 def _test(name: str, root: Path) -> Path:
@@ -111,24 +154,32 @@ def _test(name: str, root: Path) -> Path:
     return path
 
 
-def _compare(text: str, known: Known) -> tuple[bool, str, Path]:
-    found = COMPARISON.fullmatch(text)
-    if found is None:
-        raise CableError(f"{text!r} in {FILE} is no comparison like 'books: cable@1024 < alibi@1024'.")
-    part = found.groupdict()
-    if part["table"] not in known:
-        raise unknown(f"table in {FILE}", part["table"], list(known))
-    runs, wanted = known[part["table"]], ((part["left"], part["at"]), (part["right"], part["by"]))
-    numbers = next((run for run in runs if all(run.has(*one) for one in wanted)), runs[0])
-    left, right = _value(numbers, part["left"], part["at"]), _value(numbers, part["right"], part["by"])
-    holds = OPERATORS[part["sign"]](left, float(part["factor"] or 1) * right)
-    one, other = (numbers.form.format(value) for value in (left, right))
-    factor = f"{part['factor']} × " if part["factor"] else ""
-    sign = part["sign"]
-    told = (
-        f"{part['table']}: {part['left']} at {part['at']} {one} {sign} {factor}{part['right']} at {part['by']} {other}"
+def _comparisons(text: str) -> list[Comparison]:
+    if found := ONE_COLUMN.fullmatch(text):
+        part = found.groupdict()
+        columns, rights = part.pop("columns").split(", "), part.pop("rights").split(" | ")
+        return [Comparison(**part, at=column, by=column, right=right) for column in columns for right in rights]
+    if found := TWO_COLUMNS.fullmatch(text):
+        return [Comparison(**found.groupdict())]
+    raise CableError(
+        f"{text!r} in {FILE} is no comparison like 'books at 1024: cable < alibi' or 'books: cable@2048 < cable@1024'."
     )
-    return holds, told, numbers.place
+
+
+def _compare(one: Comparison, known: Known) -> Outcome:
+    if one.table not in known:
+        raise unknown(f"table in {FILE}", one.table, list(known))
+    runs, wanted = known[one.table], ((one.left, one.at), (one.right, one.by))
+    numbers = next((run for run in runs if all(run.has(*name) for name in wanted)), runs[0])
+    values = [_value(numbers, *name) for name in wanted]
+    left, right = (numbers.form.format(value) for value in values)
+    factor = f"{one.factor} × " if one.factor else ""
+    if one.at == one.by:
+        told = f"{one.table} at {one.at}: {one.left} {left}", f"{factor}{one.right} {right}"
+    else:
+        told = f"{one.table}: {one.left} at {one.at} {left}", f"{factor}{one.right} at {one.by} {right}"
+    holds = OPERATORS[one.sign](values[0], float(one.factor or 1) * values[1])
+    return Outcome(holds, f"{told[0]} {one.sign}", told[1], numbers.place)
 
 
 def _value(numbers: Numbers, name: str, column: str) -> float:
@@ -177,6 +228,8 @@ def _of_study(study: studies.Study, folder: Path) -> Iterator[tuple[str, Numbers
     if study.speeds:
         told = [(row["variant"], what, value) for row in rows for what, value in _speeds(row).items()]
         yield f"{study.name} speed", Numbers(_means(told), folder, "{:,.0f}")
+        memory = [(row["variant"], "training", row["training"].get("peak_memory_mib")) for row in rows]
+        yield f"{study.name} memory", Numbers(_means(memory), folder, "{:,.0f}")
     tuned = _means([(row["variant"], "end", _end(row["fine_tuning"]["curve"])) for row in rows if "fine_tuning" in row])
     if tuned:
         yield f"{study.name} contrastive", Numbers(tuned, folder, "{:.3f}")

@@ -1,4 +1,4 @@
-"""Variants of a study beside each other, as Markdown: on the same documents, and far behind the training length."""
+"""Variants of a study beside each other, as Markdown: their speeds, the same documents, text far back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,23 @@ from typing import Any
 from cable_attn import findings
 from cable_attn.evaluation import ByDocument, perplexity_over
 from cable_attn.summary import Gathered
-from cable_attn.tables import markdown_table
+from cable_attn.tables import markdown_table, mean_text
+
+
+def speeds(gathered: Gathered) -> str:
+    """Markdown: how fast each was trained and reads."""
+    trained: dict[str, list[float]] = {}
+    for row in gathered.rows:
+        if (speed := row["training"].get("median_tokens_per_second")) is not None:
+            trained.setdefault(row["variant"], []).append(speed / 1000)
+    read = findings.reading_speeds(gathered.rows)
+    lengths = sorted({length for own in read.values() for length in own})
+    lines = [
+        [name, mean_text(trained.get(name, []), 1), *(mean_text(own.get(length, []), 1) for length in lengths)]
+        for name, own in read.items()
+    ]
+    title = "**Thousands of tokens a second in training, and read so many at once**"
+    return f"{title}\n\n{markdown_table(['encoding', 'training', *map(str, lengths)], lines)}"
 
 
 def ratios(gathered: Gathered) -> str:

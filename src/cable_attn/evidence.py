@@ -81,6 +81,7 @@ class Stored:
 
     def section(self) -> str:
         tables = [_with_caption(table) for table in self.tables()]
+        tables += [comparisons.speeds(self.gathered)] if self.study.speeds else []
         tables += filter(None, (comparisons.ratios(self.gathered), comparisons.far_context(self.gathered)))
         pictures = [self._picture(figure) for figure in summary.figures(self.gathered)]
         return "\n\n".join([*tables, *pictures, self._runs(), self._source()])
@@ -90,8 +91,7 @@ class Stored:
 
     def tables(self) -> list[LengthTable]:
         tables = list(summary.length_tables(self.gathered).values())
-        tables += [self._growth()] if self.study.like and self.gathered.trained_at else []
-        return tables + ([self._speeds()] if self.study.speeds else [])
+        return tables + ([self._growth()] if self.study.like and self.gathered.trained_at else [])
 
     def figure(self, name: str | None) -> str:
         known = {figure.name: figure for figure in summary.figures(self.gathered)}
@@ -115,11 +115,6 @@ class Stored:
         }
         title = f"Perplexity over that at {at} tokens. The paper's, {entry['where']}: {entry['what']}"
         return LengthTable(title, ours, at, theirs, digits=3, marks_best=False)
-
-    def _speeds(self) -> LengthTable:
-        values = findings.reading_speeds(self.gathered.rows)
-        title = "Thousands of tokens read in a second"
-        return LengthTable(title, values, self.gathered.trained_at, digits=1, lower_is_better=False)
 
     def _picture(self, figure: Figure) -> str:
         target = self.figures / f"{self.study.name}-{figure.name}.svg"

@@ -23,6 +23,16 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "|---" * len(header) + "|", *lines[1:]])
 
 
+def mean_text(found: Sequence[float], digits: int) -> str:
+    """Mean and, of several, deviation."""
+    if not found:
+        return "–"
+    told = f"{statistics.mean(found):.{digits}f}"
+    if len(found) > 1 and all(map(math.isfinite, found)):
+        told += f" ± {statistics.stdev(found):.{digits}f}"
+    return told
+
+
 @dataclass(frozen=True)
 class LengthTable:
     """Names down, lengths across; mean and deviation over seeds; the best of each length stands out.
@@ -64,9 +74,7 @@ class LengthTable:
         found = self.values[name].get(length)
         if not found:
             return "–"
-        told = f"{statistics.mean(found):.{self.digits}f}"
-        if len(found) > 1 and all(map(math.isfinite, found)):
-            told += f" ± {statistics.stdev(found):.{self.digits}f}"
+        told = mean_text(found, self.digits)
         theirs = self.paper.get(name, {}).get(str(length))
         if theirs is not None:
             told += f" ({theirs:g}, {statistics.mean(found) - theirs:+.{self.digits}f})"
