@@ -212,6 +212,7 @@ def place_figure(curves: Curves, trained_at: int | None, stem: Path) -> list[Pat
     figure, axes = _lines(curves, "loss on held-out text", "place in the text, tokens")
     _mark_training(axes, trained_at)
     axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda place, _: _length(round(place)))
     if values:
         axes.set_ylim(min(values) - 0.05, max(value for value in values if value <= top) + 0.05)
     return save(figure, stem)
