@@ -27,6 +27,18 @@ from cable_attn.data.shards import Tokens
 np.save("data/held-out.npy", Tokens(Path("data/books"), "test").slice(0, 2_400_000))
 END
   ;;
+wikitext)  # FILE: wiki.test.tokens of WikiText-103, to read; TOKENIZER: GPT-2's
+  python - "$1" "$TOKENIZER" <<'END'
+import re, sys
+import numpy as np
+from cable_attn.data.sources import HUB, join_lines
+from cable_attn.data.tokenizers import find_tokenizer
+articles = [one.text for one in join_lines(open(sys.argv[1]), HUB["wikitext-103"].heading, "wikitext-103")]
+articles = [re.sub(r" @(.)@ ", r"\1", text) for text in articles]  # 1 @,@ 000 and guest @-@ starring
+tokens = find_tokenizer(sys.argv[2], iter(())).encode(articles)
+np.concatenate([part for own in tokens for part in ([50256], own)]).astype("<u2").tofile("data/wikitext-test.bin")
+END
+  cable data import test=data/wikitext-test.bin --out data/wikitext ;;
 medium)
   cable train gpt2-medium-wikitext103 path=data/books steps=380 warmup_steps=40 report_to=none eval_every=100000 \
     save_every=100000 --out runs/medium ;;
@@ -57,7 +69,7 @@ pruning)  # after the long study
 conversion)
   study llama
   study conversion --jobs 4 ;;
-books | long | layers | dape | small | retrieval | rates | layers-novels | dape-novels | long-novels | short-novels)
+books | long | layers | dape | small | small-wikitext | retrieval | rates | layers-novels | dape-novels | long-novels | short-novels)
   study "$part" "$@" ;;
 *)
   echo "no part $part" >&2

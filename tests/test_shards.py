@@ -202,9 +202,10 @@ def test_sources_that_cannot_be_had_say_what_to_do(tmp_path):
 
 
 def test_lines_become_articles():
-    lines = ["", " = One = \n", " text \n", " = = Part = = \n", " more \n", " = Two = \n", " end \n"]
+    lines = ["", " = One = \n", "", " text \n", " = = Part = = \n", " more with \n", " = 1 henry and C = \n", ""]
+    lines += [" = Two = \n", "", " end \n"]
     documents = list(join_lines(lines, HUB["wikitext-103"].heading, "w"))
-    assert [document.text.count("\n") for document in documents] == [4, 2]
+    assert [document.text.count("\n") for document in documents] == [5, 2], "a formula begins no article"
     assert documents[1].text.startswith(" = Two =")
 
 

@@ -33,7 +33,7 @@ class HubDataset:
     held_out: float = 0.0
     """The share of documents of the one split that goes to validation."""
     heading: str | None = None
-    """Rows are lines; one that matches begins a new document."""
+    """Rows are lines; one that matches, behind an empty one, begins a new document."""
 
 
 HUB = {
@@ -197,11 +197,12 @@ def _hub_stream(dataset: HubDataset, split: str, column: str) -> Stream:
 
 
 def join_lines(lines: Iterable[str], heading: str, name: str) -> Iterator[Document]:
-    """Lines as documents, a new one at each heading."""
+    """Lines as documents, a new one at each heading; only behind an empty line, for a formula may look like one."""
     gathered: list[str] = []
     count = 0
     for line in lines:
-        if re.match(heading, line) and "".join(gathered).strip():
+        behind_empty = not gathered or not gathered[-1].strip()
+        if behind_empty and re.match(heading, line) and "".join(gathered).strip():
             yield Document(f"{name}:{count}", "".join(gathered))
             gathered, count = [], count + 1
         gathered.append(line)
