@@ -194,6 +194,8 @@ def test_marks_that_name_nothing_are_errors_and_the_page_stays(mark, words, tmp_
         (["books at 1024, 15360: cable < alibi | rope"], "holds"),
         (["books at 1024: cable < rope | cable"], "holds in part"),
         (["books at 1024: cable < 0.5 * rope"], "refuted"),
+        (["books at 1024: cable ~ rope", "books at 1024: rope ~ 1.1 * cable"], "holds"),
+        (["books at 15360: cable ~ rope"], "refuted"),
         (["retrieval wiki: cable@8192 > rope@8192", "memory: cable@medium < 1.05 * rope@medium"], "holds"),
     ],
 )
@@ -242,7 +244,8 @@ def test_a_claim_tells_a_number_once_with_all_that_it_was_compared_with(stored, 
     """A line for those that came out as claimed, one for those that did not; columns that differ are named."""
     tests = ["books at 1024, 2048: cable < rope | cable | nope", "books: cable@2048 < 0.5 * rope@1024"]
     (stored / "claims.toml").write_text(f"[[claim]]\nnumber = 2\ntests = {json.dumps(tests)}\n")
-    cell = claims.table(stored, tmp_path / "page.md").splitlines()[5].split(" | ")[3]
+    _, _, verdict, cell, _ = claims.table(stored, tmp_path / "page.md").splitlines()[5].split(" | ")
+    assert verdict == "**holds in part**<br>4 of 7"
     told = [re.sub(r"\d+\.\d\d", "N", line) for line in cell.split("<br>")]
     assert told == [
         "✓ books at 1024: cable N < rope N, nope N",

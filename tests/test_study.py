@@ -506,23 +506,26 @@ def test_variants_are_compared_with_the_first_on_the_same_documents():
 
 
 def test_what_far_text_is_worth_leaves_out_that_fewer_tokens_begin_a_text():
-    """Windows of 64 whose second half has a loss of 1: four times as long they would have 1.25 even so."""
+    """A loss of 3 in windows of 32 and of 2 in those of 64: 1 in the second half of these. So four times as long they
+    would have 1.25, if nothing further back told anything. Another document has 1 more at each."""
 
     def row(variant, far):
-        near = {"length": 64, "loss": 2.0, "by_place": [[16, 4.0], [32, 2.0], [48, 1.0], [64, 1.0]]}
-        read = [near, {"length": 256, "loss": far, "by_place": [[256, far]]}, {"length": 512, "error": "cannot"}]
-        read = [{**one, "perplexity": math.exp(one["loss"])} if "loss" in one else one for one in read]
-        return {"variant": variant, "results": read, "settings": {"recipe": {"data": {"length": 64}}}}
+        losses = {32: 3.0, 64: 2.0, 256: far}
+        read = [
+            {"length": n, "perplexity": math.exp(loss), "by_document": [[100, loss], [300, loss + 1]]}
+            for n, loss in losses.items()
+        ]
+        settings = {"recipe": {"data": {"length": 64}}}
+        return {"variant": variant, "results": [*read, {"length": 512, "error": "cannot"}], "settings": settings}
 
     rows = [row("cable", 1.15), row("alibi", 1.25), row("cable", 1.05)]
     told = comparisons.far_context(summary.Gathered("t", rows, {}, {})).splitlines()
-    cable, alibi, same = (f"{math.exp(loss):.2f}" for loss in (1.1, 1.25, 1.25))
-    assert told[-2:] == [
-        f"| cable | {cable} | {same} | {math.exp(-0.15):.3f} |",
-        f"| alibi | {alibi} | {same} | 1.000 |",
-    ]
-    short = [{**one, "results": one["results"][:1]} for one in rows]
-    assert comparisons.far_context(summary.Gathered("t", short, {}, {})) == ""
+    fifteen = f"{math.exp(-0.15):.3f}"
+    assert told[-2:] == [f"| cable | 2 | {fifteen} ({fifteen} – {fifteen}) |", "| alibi | 1 | 1.000 (1.000 – 1.000) |"]
+    short = [{**one, "results": one["results"][:2]} for one in rows]
+    without_half = [{**one, "results": one["results"][1:]} for one in rows]
+    for untold in (short, without_half):
+        assert comparisons.far_context(summary.Gathered("t", untold, {}, {})) == ""
 
 
 def test_a_figure_keeps_close_rivals_apart_beside_one_that_fails(monkeypatch, tmp_path):
@@ -564,6 +567,13 @@ def test_lengths_beside_each_other_can_be_read(monkeypatch, tmp_path):
 def test_what_is_told_by_the_same_digits_is_equally_good():
     table = LengthTable("t", {"cable": {8: [2.001]}, "pruned": {8: [2.0]}, "rope": {8: [2.02]}}, 8)
     assert [table.is_best(name, 8) for name in table.values] == [True, True, False]
+
+
+def test_what_stands_beside_is_never_the_best():
+    values = {"cable": {8: [2.0]}, "rope": {8: [3.0]}, "bm25": {8: [1.0]}}
+    table = LengthTable("t", values, 8, beside=("bm25",))
+    assert [table.is_best(name, 8) for name in table.values] == [True, False, False]
+    assert "| bm25 | 1.00 |" in table.markdown()
 
 
 def test_a_table_and_a_figure_bear_what_is_not_finite(tmp_path):

@@ -7,7 +7,8 @@ was measured that could decide it:
     number = 9
     tests = ["books at 1024, 15360: cable < cable-nw | alibi", "books: cable@15360 < 0.99 * cable@1024"]
 
-The first asks the same of several columns and rivals, the second compares two columns. The tables:
+The first asks the same of several columns and rivals, the second compares two columns; ``~`` is about the same, within a
+fifth. The tables:
 
     STUDY                             perplexity, by length
     STUDY COLLECTION                  nDCG@10, by length
@@ -44,15 +45,17 @@ FILE = "claims.toml"
 VERDICTS = ("holds", "holds in part", "not at this scale", "refuted", "not measured")
 SETTLED = VERDICTS[2:]
 """Which no comparison changes."""
-OPERATORS = {"<": operator.lt, ">": operator.gt}
+ABOUT = 0.2
+"""How far two numbers may lie apart that are about the same."""
+OPERATORS = {"<": operator.lt, ">": operator.gt, "~": lambda one, other: abs(one / other - 1) <= ABOUT}
 LINE = "<br>"
 """Begins a new line in a cell of a table."""
 FACTOR = r"(?:(?P<factor>[\d.]+) \* )?"
 ONE_COLUMN = re.compile(
-    rf"(?P<table>[^:]+?) at (?P<columns>[^:]+): (?P<left>\S[^<>]*) (?P<sign>[<>]) {FACTOR}(?P<rights>\S.*)"
+    rf"(?P<table>[^:]+?) at (?P<columns>[^:]+): (?P<left>\S[^<>~]*) (?P<sign>[<>~]) {FACTOR}(?P<rights>\S.*)"
 )
 TWO_COLUMNS = re.compile(
-    rf"(?P<table>[^:]+): (?P<left>\S[^<>]*)@(?P<at>[^@\s]+) (?P<sign>[<>]) {FACTOR}(?P<right>\S.*)@(?P<by>[^@\s]+)"
+    rf"(?P<table>[^:]+): (?P<left>\S[^<>~]*)@(?P<at>[^@\s]+) (?P<sign>[<>~]) {FACTOR}(?P<right>\S.*)@(?P<by>[^@\s]+)"
 )
 
 
@@ -78,6 +81,36 @@ class Outcome:
 
 
 @dataclass(frozen=True)
+class Judgement:
+    verdict: str
+    why: str
+    outcomes: list[Outcome]
+
+    @property
+    def came_out(self) -> bool:
+        """Every comparison, as claimed."""
+        return bool(self.outcomes) and all(outcome.holds for outcome in self.outcomes)
+
+    @property
+    def places(self) -> list[Path]:
+        return list(dict.fromkeys(outcome.place for outcome in self.outcomes))
+
+    @property
+    def short(self) -> str:
+        passed = sum(outcome.holds for outcome in self.outcomes)
+        return f"**{self.verdict}**" + (f"{LINE}{passed} of {len(self.outcomes)}" if self.outcomes else "")
+
+    @property
+    def measured(self) -> str:
+        """A line for all that one number was compared with, and why."""
+        lines: dict[tuple[bool, str], list[str]] = {}
+        for outcome in self.outcomes:
+            lines.setdefault((outcome.holds, outcome.before), []).append(outcome.after)
+        told = [f"{'✓' if holds else '✗'} {before} {', '.join(after)}" for (holds, before), after in lines.items()]
+        return LINE.join([*told, self.why] if self.why else told)
+
+
+@dataclass(frozen=True)
 class Numbers:
     """name → column → value, and where they are stored."""
 
@@ -99,20 +132,26 @@ def table(stored: Path, page: Path) -> str:
     known: dict[str, list[Numbers]] = {}
     for name, numbers in _numbers(stored):
         known.setdefault(name, []).append(numbers)
-    lines, verdicts = [], []
+    lines, judged = [], []
     for number, claim in enumerate(findings.claims(), 1):
         entry = said.get(number, {})
-        verdict, found, places = _judge(entry, known)
-        if "shown_by" in entry:
-            places.append(_test(entry["shown_by"], stored.parent))
+        one = _judge(entry, known)
+        places = one.places + ([_test(entry["shown_by"], stored.parent)] if "shown_by" in entry else [])
         links = [f"[{place.name}]({Path(os.path.relpath(place, page.parent)).as_posix()})" for place in places]
-        said_there = f"{claim['claim']}{LINE}*{claim['where']}*"
-        cells = (str(number), said_there, f"**{verdict}**", found, LINE.join(links))
+        claimed = f"{claim['claim']}{LINE}*{claim['where']}*"
+        cells = (str(number), claimed, one.short, one.measured, LINE.join(links))
         lines.append([cell.replace("|", "\\|") for cell in cells])
-        verdicts.append(verdict)
-    counts = ", ".join(f"{verdicts.count(verdict)} *{verdict}*" for verdict in VERDICTS if verdict in verdicts)
+        judged.append(one)
     header = ("", "the paper says", "here", "measured", "stored in")
-    return f"Of {len(verdicts)} claims: {counts}.\n\n{markdown_table(header, lines)}"
+    return f"{_counts(judged)}\n\n{markdown_table(header, lines)}"
+
+
+def _counts(judged: list[Judgement]) -> str:
+    verdicts = [one.verdict for one in judged]
+    counts = [f"{verdicts.count(verdict)} *{verdict}*" for verdict in VERDICTS if verdict in verdicts]
+    capped = sum(one.verdict == "holds in part" and one.came_out for one in judged)
+    told = f" Of those that hold in part, {capped} have every comparison, on less than they speak of." if capped else ""
+    return f"Of {len(verdicts)} claims: {', '.join(counts)}.{told}"
 
 
 def _read(path: Path) -> dict[int, dict[str, Any]]:
@@ -123,27 +162,14 @@ def _read(path: Path) -> dict[int, dict[str, Any]]:
     return {entry["number"]: entry for entry in tree["claim"]}
 
 
-def _judge(said: dict[str, Any], known: Known) -> tuple[str, str, list[Path]]:
-    """The verdict, the numbers, and the files."""
-    best = said.get("verdict", "holds" if "tests" in said else "not measured")
+def _judge(said: dict[str, Any], known: Known) -> Judgement:
+    best, why = said.get("verdict", "holds" if "tests" in said else "not measured"), said.get("why", "")
     require_known(f"verdict in {FILE}", best, VERDICTS)
-    if not said.get("tests"):
-        return best, said.get("why", ""), []
-    outcomes = [_compare(one, known) for text in said["tests"] for one in _comparisons(text)]
+    outcomes = [_compare(one, known) for text in said.get("tests", []) for one in _comparisons(text)]
     passed = sum(outcome.holds for outcome in outcomes)
-    verdict = best
     if passed < len(outcomes) and best not in SETTLED:
-        verdict = "holds in part" if passed else "refuted"
-    told = [_told(outcomes), *([said["why"]] if "why" in said else [])]
-    return verdict, LINE.join(told), list(dict.fromkeys(outcome.place for outcome in outcomes))
-
-
-def _told(outcomes: list[Outcome]) -> str:
-    """A line for all that one number was compared with."""
-    lines: dict[tuple[bool, str], list[str]] = {}
-    for outcome in outcomes:
-        lines.setdefault((outcome.holds, outcome.before), []).append(outcome.after)
-    return LINE.join(f"{'✓' if holds else '✗'} {before} {', '.join(after)}" for (holds, before), after in lines.items())
+        best = "holds in part" if passed else "refuted"
+    return Judgement(best, why, outcomes)
 
 
 def _test(name: str, root: Path) -> Path:
@@ -179,7 +205,7 @@ def _compare(one: Comparison, known: Known) -> Outcome:
     else:
         told = f"{one.table}: {one.left} at {one.at} {left}", f"{factor}{one.right} at {one.by} {right}"
     holds = OPERATORS[one.sign](values[0], float(one.factor or 1) * values[1])
-    return Outcome(holds, f"{told[0]} {one.sign}", told[1], numbers.place)
+    return Outcome(holds, f"{told[0]} {one.sign.replace('~', '≈')}", told[1], numbers.place)
 
 
 def _value(numbers: Numbers, name: str, column: str) -> float:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 from typing import Any
 
 from cable_attn import findings
@@ -65,31 +63,30 @@ def far_context(gathered: Gathered) -> str:
     """Markdown: what each makes of text further back than it was trained on.
 
     Long windows lower the perplexity of any model, because fewer tokens have little before them. So the longest is
-    compared with what it would be if from the training length on every token were predicted as in the second half of a
-    window of that length.
+    compared with what it would be if from the training length on every token were predicted as with half of that length
+    or more before it: what windows of the half and of the whole tell of the same documents.
     """
-    near, lengths = gathered.trained_at, {n for row in findings.by_variant(gathered.rows).values() for n in row}
-    if near is None or near not in lengths or max(lengths) <= near:
+    near = gathered.trained_at
+    far = max((n for row in findings.by_variant(gathered.rows).values() for n in row), default=0)
+    if near is None or far <= near:
         return ""
-    far, lines = max(lengths), []
-    found: dict[str, list[tuple[float, float]]] = {}
+    found: dict[str, list[ByDocument]] = {}
+    as_if: dict[str, list[ByDocument]] = {}
     for row in findings.with_again(gathered.rows):
-        read = {result["length"]: result for result in row["results"] if "by_place" in result}
-        if near in read and far in read:
-            found.setdefault(row["variant"], []).append((read[far]["loss"], _as_if_near(read[near], far)))
-    for name, seeds in found.items():
-        measured, as_if = (statistics.fmean(losses) for losses in zip(*seeds))
-        lines.append([name, f"{math.exp(measured):.2f}", f"{math.exp(as_if):.2f}", f"{math.exp(measured - as_if):.3f}"])
-    title = f"**Perplexity at {far} tokens, and what it would be if nothing further back than {near} told anything**"
-    header = ("encoding", "measured", f"as if {near} back", "the one over the other")
-    return f"{title}\n\n{markdown_table(header, lines)}" if lines else ""
+        read = {result["length"]: result.get("by_document") or [] for result in row["results"]}
+        documents = [read.get(n, []) for n in (near // 2, near, far)]
+        if len({len(one) for one in documents}) == 1 and len(documents[0]) > 1:
+            found.setdefault(row["variant"], []).append(documents[2])
+            as_if.setdefault(row["variant"], []).append(_as_if_near(*documents, near / far))
+    lines = [[name, str(len(own)), _over(own, as_if[name])] for name, own in found.items()]
+    title = f"**Perplexity at {far} tokens over what it would be if nothing further back than {near} told anything**"
+    return f"{title}\n\n{markdown_table(('encoding', 'seeds', 'ratio'), lines)}" if lines else ""
 
 
-def _as_if_near(result: dict[str, Any], far: int) -> float:
-    """The loss at a length of ``far`` if behind this one's every token had half of its places or more before it."""
-    near, begin, late = result["length"], 0, []
-    for end, loss in result["by_place"]:
-        late += [(end - begin, loss)] if begin >= near // 2 else []
-        begin = end
-    mean = sum(n * loss for n, loss in late) / sum(n for n, _ in late)
-    return float((near * result["loss"] + (far - near) * mean) / far)
+def _as_if_near(half: ByDocument, near: ByDocument, far: ByDocument, share: float) -> ByDocument:
+    """Of each document the loss at the longest length, if all but the first ``share`` of it had as much before it as the
+    second half of a near window has: twice the loss of the whole less that of the halves."""
+    return [
+        (count, share * whole + (1 - share) * (2 * whole - first))
+        for (count, _), (_, whole), (_, first) in zip(far, near, half)
+    ]

@@ -20,6 +20,7 @@ from cable_attn.report import WORST, Curves, loss_figure, passkey_figure, perple
 from cable_attn.tables import LengthTable
 
 FILE = "report.html"
+WORDS = "bm25, whole documents"
 ENVIRONMENT = ("commit", "gpu", "python", "versions")
 STYLE = """
 :root { color-scheme: light dark; }
@@ -157,10 +158,10 @@ def retrieval_tables(gathered: Gathered) -> dict[str, LengthTable]:
         values = findings.found_documents(rows, name)
         if name in gathered.words:
             lengths = {length for row in values.values() for length in row}
-            values["bm25, whole documents"] = {n: [100 * gathered.words[name]["ndcg@10"]] for n in sorted(lengths)}
+            values[WORDS] = {n: [100 * gathered.words[name]["ndcg@10"]] for n in sorted(lengths)}
         alone = len(collections) == 1
         title, paper = (gathered.title, gathered.paper) if alone else (f"{gathered.title}: {name}", {})
-        tables[name] = LengthTable(title, values, gathered.trained_at, paper, lower_is_better=False)
+        tables[name] = LengthTable(title, values, gathered.trained_at, paper, lower_is_better=False, beside=(WORDS,))
     return tables
 
 

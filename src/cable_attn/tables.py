@@ -7,7 +7,7 @@ import io
 import math
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,8 @@ class LengthTable:
     digits: int = 2
     lower_is_better: bool = True
     marks_best: bool = True
+    beside: Collection[str] = ()
+    """Names that stand for comparison and never as the best."""
 
     @property
     def lengths(self) -> list[int]:
@@ -63,9 +65,9 @@ class LengthTable:
 
     def is_best(self, name: str, length: int) -> bool:
         """Also one that is told by the same digits."""
-        means = [statistics.fmean(row[length]) for row in self.values.values() if row.get(length)]
-        finite = [mean for mean in means if math.isfinite(mean)]
-        if not finite or not self._compares or not self.values[name].get(length):
+        rivals = [row[length] for other, row in self.values.items() if row.get(length) and other not in self.beside]
+        finite = [mean for mean in map(statistics.fmean, rivals) if math.isfinite(mean)]
+        if not finite or not self._compares or name in self.beside or not self.values[name].get(length):
             return False
         best = min(finite) if self.lower_is_better else max(finite)
         return f"{statistics.fmean(self.values[name][length]):.{self.digits}f}" == f"{best:.{self.digits}f}"
