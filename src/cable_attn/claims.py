@@ -7,8 +7,8 @@ was measured that could decide it:
     number = 9
     tests = ["books at 1024, 15360: cable < cable-nw | alibi", "books: cable@15360 < 0.99 * cable@1024"]
 
-The first asks the same of several columns and rivals, the second compares two columns; ``~`` is about the same, within a
-fifth. The tables:
+The first asks the same of several columns and rivals, the second compares two columns; ``~`` is about the same, within
+a fifth. The tables:
 
     STUDY                             perplexity, by length
     STUDY COLLECTION                  nDCG@10, by length

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from cable_attn import findings
 from cable_attn.evaluation import ByDocument, perplexity_over
 from cable_attn.summary import Gathered
@@ -74,18 +72,18 @@ def far_context(gathered: Gathered) -> str:
     as_if: dict[str, list[ByDocument]] = {}
     for row in findings.with_again(gathered.rows):
         read = {result["length"]: result.get("by_document") or [] for result in row["results"]}
-        documents = [read.get(n, []) for n in (near // 2, near, far)]
-        if len({len(one) for one in documents}) == 1 and len(documents[0]) > 1:
-            found.setdefault(row["variant"], []).append(documents[2])
-            as_if.setdefault(row["variant"], []).append(_as_if_near(*documents, near / far))
+        at_half, at_near, at_far = (read.get(n, []) for n in (near // 2, near, far))
+        if len(at_half) == len(at_near) == len(at_far) > 1:
+            found.setdefault(row["variant"], []).append(at_far)
+            as_if.setdefault(row["variant"], []).append(_as_if_near(at_half, at_near, at_far, near / far))
     lines = [[name, str(len(own)), _over(own, as_if[name])] for name, own in found.items()]
     title = f"**Perplexity at {far} tokens over what it would be if nothing further back than {near} told anything**"
     return f"{title}\n\n{markdown_table(('encoding', 'seeds', 'ratio'), lines)}" if lines else ""
 
 
 def _as_if_near(half: ByDocument, near: ByDocument, far: ByDocument, share: float) -> ByDocument:
-    """Of each document the loss at the longest length, if all but the first ``share`` of it had as much before it as the
-    second half of a near window has: twice the loss of the whole less that of the halves."""
+    """Of each document the loss at the longest length, if all but the first ``share`` of it had as much before it as
+    the second half of a near window has: twice the loss of the whole less that of the halves."""
     return [
         (count, share * whole + (1 - share) * (2 * whole - first))
         for (count, _), (_, whole), (_, first) in zip(far, near, half)
