@@ -27,18 +27,23 @@ from cable_attn.data.shards import Tokens
 np.save("data/held-out.npy", Tokens(Path("data/books"), "test").slice(0, 2_400_000))
 END
   ;;
-wikitext)  # FILE: wiki.test.tokens of WikiText-103, to read; TOKENIZER: GPT-2's
-  python - "$1" "$TOKENIZER" <<'END'
+wikitext)  # FILE FOLDER: wiki.test.tokens of WikiText-103, as tokens to read; TOKENIZER: that of the models
+  python - "$1" "$2" "$TOKENIZER" <<'END'
 import re, sys
+from pathlib import Path
 import numpy as np
+from cable_attn.data.shards import import_tokens
 from cable_attn.data.sources import HUB, join_lines
 from cable_attn.data.tokenizers import find_tokenizer
-articles = [one.text for one in join_lines(open(sys.argv[1]), HUB["wikitext-103"].heading, "wikitext-103")]
+file, folder, tokenizer = Path(sys.argv[1]), Path(sys.argv[2]), find_tokenizer(sys.argv[3], iter(()))
+with file.open(encoding="utf-8") as lines:
+    articles = [one.text for one in join_lines(lines, HUB["wikitext-103"].heading, "wikitext-103")]
 articles = [re.sub(r" @(.)@ ", r"\1", text) for text in articles]  # 1 @,@ 000 and guest @-@ starring
-tokens = find_tokenizer(sys.argv[2], iter(())).encode(articles)
-np.concatenate([part for own in tokens for part in ([50256], own)]).astype("<u2").tofile("data/wikitext-test.bin")
+tokens = [part for own in tokenizer.encode(articles) for part in ([tokenizer.separator], own)]
+np.concatenate(tokens).astype("<u2").tofile(flat := folder.with_suffix(".bin"))
+import_tokens(folder, {"test": flat}, tokenizer.vocab_size, tokenizer.separator, tokenizer)
 END
-  cable data import test=data/wikitext-test.bin --out data/wikitext ;;
+  ;;
 medium)
   cable train gpt2-medium-wikitext103 path=data/books steps=380 warmup_steps=40 report_to=none eval_every=100000 \
     save_every=100000 --out runs/medium ;;
@@ -69,7 +74,7 @@ pruning)  # after the long study
 conversion)
   study llama
   study conversion --jobs 4 ;;
-books | long | layers | dape | small | small-wikitext | retrieval | rates | layers-novels | dape-novels | long-novels | short-novels)
+books | long | layers | dape | small | small-wikitext | retrieval | rates | layers-novels | dape-novels | long-novels | short-novels | wikipedia)
   study "$part" "$@" ;;
 *)
   echo "no part $part" >&2
