@@ -541,6 +541,24 @@ def test_a_figure_keeps_close_rivals_apart_beside_one_that_fails(monkeypatch, tm
         assert [text.get_text() for text in figure.legends[0].get_texts()] == ["cable", named]
 
 
+def test_an_encoding_looks_the_same_in_every_figure(monkeypatch, tmp_path):
+    """Its variants have its colour and another line; what is no encoding has a colour of its own."""
+    drawn = []
+    monkeypatch.setattr(report, "save", lambda figure, stem: drawn.append(figure.axes[0]))
+    names = ["cable", "k-cable-2-layers", "rope", "rope, YaRN × 16", "mine", "mine, pruned"]
+    report.perplexity_figure({name: {64: [3.0], 128: [3.0]} for name in names}, 64, tmp_path / "x")
+    report.loss_figure({f"{name}-0": [(10, 3.0), (90, 2.0)] for name in ("rope", "k-cable", "cable")}, tmp_path / "x")
+    looks, alone = (
+        {line.get_label(): (line.get_color(), line.get_marker(), line.get_linestyle()) for line in axes.lines}
+        for axes in drawn
+    )
+    assert (looks["cable"], looks["rope"]) == (alone["cable-0"], alone["rope-0"])
+    assert looks["k-cable-2-layers"] == alone["k-cable-0"]
+    assert looks["rope, YaRN × 16"][:2] == looks["rope"][:2] and looks["mine, pruned"][:2] == looks["mine"][:2]
+    assert len({looks[name] for name in names}) == len(names)
+    assert len({looks[name][0] for name in names}) == 4
+
+
 def test_figures_of_losses_show_what_is_told_apart(monkeypatch, tmp_path):
     """Not the first places one by one, nor the first steps of a training."""
     drawn = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import statistics
 import textwrap
@@ -22,8 +23,29 @@ Curves = Mapping[str, list[tuple[int, float]]]
 """name → (tokens or place, loss)."""
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")  # Okabe and Ito
-MARKERS = "osD^vPX*"
-"""One more than colours, so that no two lines share both."""
+FAMILIES = {
+    "cable": ("#0072B2", "o"),
+    "cable-nw": ("#56B4E9", "s"),
+    "k-cable": ("#332288", "^"),
+    "alibi": ("#E69F00", "D"),
+    "rope": ("#009E73", "v"),
+    "kerple": ("#CC79A7", "P"),
+    "fire": ("#D55E00", "X"),
+    "t5": ("#000000", "*"),
+    "fox": ("#999933", "<"),
+    "learnable": ("#777777", "s"),
+    "sinusoidal": ("#882255", "D"),
+    "nope": ("#AAAAAA", "v"),
+    "cope": ("#44AA99", "p"),
+    "dapev2-cable": ("#117733", ">"),
+    "dapev2-kerple": ("#AA4499", "d"),
+}
+"""Colour and marker of each encoding: in all figures the same. One of its variants has another line."""
+OTHERS = (("#8B5A2B", "o"), ("#F0C000", "h"), ("#7A5195", "H"))
+"""When none of these is left."""
+LINES = ("-", "--", ":", "-.")
+MARKED = 0.12
+"""Share of a line from one of its marks to the next."""
 NOTE: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8, "color": "0.4"}
 WORST = 2.0
 """Perplexities past so many times the lowest leave a figure, so that those of close rivals can be told apart."""
@@ -131,10 +153,11 @@ def generation_figure(decode: list[dict[str, Any]], prefill: list[dict[str, Any]
     kinds = ((decode, "ms", "milliseconds a token"), (prefill, "seconds_to_first_token", "seconds to the first token"))
     names = list(dict.fromkeys(row["model"] for row in [*decode, *prefill]))
     for axes, (rows, key, label) in zip(panels, kinds):
-        for n, name in enumerate(names):
+        for name, look in _looks(names).items():
             own = {row["length"]: row[key] for row in rows if row["model"] == name and row["batch"] == 1}  # the last
-            axes.plot(sorted(own), [own[length] for length in sorted(own)], label=name, linewidth=1.5, **_style(n))
+            axes.plot(sorted(own), [own[length] for length in sorted(own)], label=name, linewidth=1.5, **look)
         axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda length, _: _length(round(length)))
         _log_scale(axes)
         axes.set_xlabel("tokens of the prompt")
         axes.set_ylabel(label)
@@ -208,8 +231,8 @@ def place_figure(curves: Curves, trained_at: int | None, stem: Path) -> list[Pat
     losses = {name: [loss for _, loss in curve] for name, curve in curves.items()}
     values = [loss for own in losses.values() for loss in own]
     top = min(values, default=0.0) + math.log(WORST)
-    curves = {_labelled(name, losses[name], top, ".1f"): curve for name, curve in curves.items()}
-    figure, axes = _lines(curves, "loss on held-out text", "place in the text, tokens")
+    labels = {name: _labelled(name, losses[name], top, ".1f") for name in curves}
+    figure, axes = _lines(curves, "loss on held-out text", "place in the text, tokens", labels)
     _mark_training(axes, trained_at)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda place, _: _length(round(place)))
@@ -238,12 +261,11 @@ def _labelled(name: str, values: Collection[float], top: float, form: str) -> st
     return name if max(values) <= top else f"{name} ({min(values):{form}} to {max(values):{form}})"
 
 
-def _lines(curves: Curves, what: str, along: str) -> tuple[Any, Any]:
+def _lines(curves: Curves, what: str, along: str, labels: Mapping[str, str] | None = None) -> tuple[Any, Any]:
     figure, axes = pyplot().subplots(figsize=(6.4, 4.2), layout="constrained")
-    for n, (name, curve) in enumerate(curves.items()):
-        style = ("-", "--", "-.", ":")[n % 4]
-        label = textwrap.fill(name, LEGEND_WIDTH)
-        axes.plot(*zip(*curve), style, label=label, color=COLOURS[n % len(COLOURS)], linewidth=1.3)
+    for name, look in _looks(curves).items():
+        label = textwrap.fill((labels or {}).get(name, name), LEGEND_WIDTH)
+        axes.plot(*zip(*curves[name]), label=label, linewidth=1.3, markersize=5, markevery=MARKED, **look)
     axes.set_xlabel(along)
     axes.set_ylabel(what)
     axes.grid(axis="y", color="0.92")
@@ -252,10 +274,25 @@ def _lines(curves: Curves, what: str, along: str) -> tuple[Any, Any]:
     return figure, axes
 
 
-def _style(n: int) -> dict[str, str]:
-    """Of the nth line of a figure with many."""
-    line = ("-", "--", ":")[n // len(COLOURS) % 3]
-    return {"color": COLOURS[n % len(COLOURS)], "marker": MARKERS[n % len(MARKERS)], "linestyle": line}
+def _looks(names: Collection[str]) -> dict[str, dict[str, str]]:
+    """How the line of each is drawn. Names that are of no encoding have what is left."""
+    left = [look for family, look in FAMILIES.items() if not any(_is_of(family, name) for name in names)]
+    spare = itertools.chain(left, itertools.cycle(OTHERS))
+    families, looks = dict(FAMILIES), dict[str, dict[str, str]]()
+    drawn: dict[str, int] = {}
+    for name in names:
+        of = [family for family in families if _is_of(family, name)]
+        family = max(of, key=len) if of else name
+        colour, marker = families[family] if of else families.setdefault(name, next(spare))
+        looks[name] = {"color": colour, "marker": marker, "linestyle": LINES[drawn.get(family, 0) % len(LINES)]}
+        drawn[family] = drawn.get(family, 0) + 1
+    return looks
+
+
+def _is_of(family: str, name: str) -> bool:
+    """Whether it is the encoding's own name, or that with more behind it: ``rope, YaRN × 16``."""
+    rest = name.removeprefix(family)
+    return rest != name and not rest[:1].isalnum()
 
 
 def _mark_training(axes: Any, trained_at: int | None) -> None:
@@ -295,17 +332,17 @@ def perplexity_figure(results: Perplexities, trained_at: int | None, stem: Path)
     means = {name: {n: statistics.fmean(seeds) for n, seeds in row.items()} for name, row in finite.items()}
     values = [value for row in means.values() for value in row.values()]
     top = WORST * min(values, default=1.0)
+    looks = _looks(means)
     for n, (name, row) in enumerate(means.items()):
         order = 3 - n / 100  # the first encoding lies on top
         label = textwrap.fill(_labelled(name, row.values() or [top], top, ",.0f"), LEGEND_WIDTH)
         width = 2.5 if n == 0 else 1.5
-        axes.plot(list(row), list(row.values()), label=label, linewidth=width, zorder=order, **_style(n))
+        axes.plot(list(row), list(row.values()), label=label, linewidth=width, zorder=order, **looks[name])
         apart = [statistics.stdev(seeds) if len(seeds) > 1 else 0.0 for seeds in finite[name].values()]
         if any(apart):
             low, high = zip(*((mean - gap, mean + gap) for mean, gap in zip(row.values(), apart)))
-            axes.fill_between(
-                list(row), low, high, color=_style(n)["color"], alpha=0.2, linewidth=0, zorder=order - 0.005
-            )
+            colour = looks[name]["color"]
+            axes.fill_between(list(row), low, high, color=colour, alpha=0.2, linewidth=0, zorder=order - 0.005)
     _mark_training(axes, trained_at)
     lengths = sorted({length for row in means.values() for length in row})
     axes.set_xscale("log", base=2)
