@@ -136,7 +136,7 @@ def test_the_results_page_is_made_from_the_stored_runs_byte_for_byte(tmp_path):
         text = (ROOT / name).read_text()
         for mark in (evidence.MARK, evidence.CLAIMS):
             text = mark.sub(lambda found: f"{found.group(0).splitlines()[0]}\n<!-- end -->", text)
-        page.write_text(text)
+        page.write_text(evidence.NUMBER.sub(lambda found: f"{found['mark']}?<!-- end -->", text))
     arguments = ["--stored", str(tmp_path / "benchmarks"), "--figures", str(tmp_path / "docs/results")]
     result = CliRunner().invoke(app, ["study", "report", *arguments, "--pages", ",".join(map(str, pages.values()))])
     assert result.exit_code == 0, result.output
@@ -176,14 +176,42 @@ def test_a_study_whose_cells_had_the_machine_alone_tells_their_speed(stored, tmp
     [
         ("study nowhere", "unknown stored study 'nowhere'. Allowed: books, "),
         ("figure books heights", "unknown figure of 'books' 'heights'. Allowed: perplexity, "),
+        ("= nowhere at 1024: cable", "unknown table in page.md 'nowhere'. Allowed: "),
+        ("= books at 1024: nobody", "unknown name in page.md 'nobody'. Allowed: "),
+        ("= books at 7: cable", "unknown column of 'cable' in page.md '7'. Allowed: 512, "),
+        ("= books: cable", "names no column: write 'TABLE at COLUMN: NAME' or 'TABLE: NAME@COLUMN'."),
+        ("= books", "is no number like '= books at 1024: cable'"),
+        ("= books at 1024: cable over alibi", "is no number like '= books at 1024: cable'"),
+        ("% books at 1024: cable", "'% books at 1024: alibi over cable' or '× books: "),
     ],
 )
 def test_marks_that_name_nothing_are_errors_and_the_page_stays(mark, words, tmp_path):
     page = tmp_path / "page.md"
-    page.write_text(text := f"<!-- {mark} -->\nold\n<!-- end -->\n")
+    page.write_text(text := f"a <!-- {mark} -->\nold\n<!-- end -->\n")
     with pytest.raises(CableError) as error:
         evidence.fill(page, ROOT / "benchmarks", tmp_path)
     assert words in str(error.value) and page.read_text() == text
+
+
+def test_sentences_tell_stored_numbers(tmp_path):
+    page = tmp_path / "page.md"
+    file = ROOT / "benchmarks/results/books/{}-0/evaluation.json"
+    alibi, rope = (json.loads(Path(str(file).format(name)).read_text())["results"] for name in ("alibi", "rope"))
+    (near, far), (_, other) = ([one[1]["perplexity"], one[-1]["perplexity"]] for one in (rope, alibi))
+    asked = ("= books at 1024: rope", "% books at 15360: alibi over rope", "× books: rope@15360 over rope@1024")
+    page.write_text(" ".join(f"is <!-- {one} -->old<!-- end -->" for one in asked))
+    evidence.fill(page, ROOT / "benchmarks", tmp_path)
+    told = [f"{near:.2f}", f"{100 * (1 - other / far):.0f} %", f"{far / near:.1f}"]
+    assert page.read_text() == " ".join(f"is <!-- {one} -->{text}<!-- end -->" for one, text in zip(asked, told))
+    pruned = "<!-- % long at 131072: cable, pruned at 1e-4 over cable -->"
+    page.write_text(f"- by {pruned}<!-- end -->, <!-- = long passkey back at 4096: cable --><!-- end -->")
+    evidence.fill(page, ROOT / "benchmarks", tmp_path)
+    by, found = re.findall(r"-->([^<]+)<!-- end -->", page.read_text())
+    assert 0 < float(by.removesuffix(" %")) < 0.001 and found == "55 %"
+    for begin in ("", "- ", "a\n  "):
+        page.write_text(f"{begin}{pruned}<!-- end -->")
+        with pytest.raises(CableError, match="begins a line of .*, which Markdown takes for HTML"):
+            evidence.fill(page, ROOT / "benchmarks", tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -53,21 +53,35 @@ def _over(ours: list[ByDocument], theirs: list[ByDocument]) -> str:
     """Each a mean of its seeds, all on the same documents."""
     if not ours or not theirs or len({tuple(n for n, _ in one) for one in (*ours, *theirs)}) > 1:
         return "–"
-    ratio, low, high = perplexity_over(ours, theirs)
+    return _with_interval(*perplexity_over(ours, theirs))
+
+
+def _with_interval(ratio: float, low: float, high: float) -> str:
     return f"{ratio:.3f} ({low:.3f} – {high:.3f})"
 
 
 def far_context(gathered: Gathered) -> str:
-    """Markdown: what each makes of text further back than it was trained on.
+    """Markdown: what each makes of text further back than it was trained on."""
+    near, far, told = gathered.trained_at, _longest(gathered), far_ratios(gathered)
+    lines = [[name, str(seeds), _with_interval(*found)] for name, (seeds, found) in told.items()]
+    title = f"**Perplexity at {far} tokens over what it would be if nothing further back than {near} told anything**"
+    return f"{title}\n\n{markdown_table(('encoding', 'seeds', 'ratio'), lines)}" if lines else ""
+
+
+def _longest(gathered: Gathered) -> int:
+    return max((n for row in findings.by_variant(gathered.rows).values() for n in row), default=0)
+
+
+def far_ratios(gathered: Gathered) -> dict[str, tuple[int, tuple[float, float, float]]]:
+    """variant → its seeds, and its perplexity over one without far text, with an interval.
 
     Long windows lower the perplexity of any model, because fewer tokens have little before them. So the longest is
     compared with what it would be if from the training length on every token were predicted as with half of that length
     or more before it: what windows of the half and of the whole tell of the same documents.
     """
-    near = gathered.trained_at
-    far = max((n for row in findings.by_variant(gathered.rows).values() for n in row), default=0)
+    near, far = gathered.trained_at, _longest(gathered)
     if near is None or far <= near:
-        return ""
+        return {}
     found: dict[str, list[ByDocument]] = {}
     as_if: dict[str, list[ByDocument]] = {}
     for row in findings.with_again(gathered.rows):
@@ -76,9 +90,7 @@ def far_context(gathered: Gathered) -> str:
         if len(at_half) == len(at_near) == len(at_far) > 1:
             found.setdefault(row["variant"], []).append(at_far)
             as_if.setdefault(row["variant"], []).append(_as_if_near(at_half, at_near, at_far, near / far))
-    lines = [[name, str(len(own)), _over(own, as_if[name])] for name, own in found.items()]
-    title = f"**Perplexity at {far} tokens over what it would be if nothing further back than {near} told anything**"
-    return f"{title}\n\n{markdown_table(('encoding', 'seeds', 'ratio'), lines)}" if lines else ""
+    return {name: (len(own), perplexity_over(own, as_if[name])) for name, own in found.items()}
 
 
 def _as_if_near(half: ByDocument, near: ByDocument, far: ByDocument, share: float) -> ByDocument:

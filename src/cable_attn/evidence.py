@@ -8,7 +8,12 @@ studies that come with the package. In a page
     <!-- figure NAME FIGURE -->  one figure only
     <!-- claims -->              the paper's claims and what the results say of them
 
-each up to ``<!-- end -->``, are written anew. All pages share one folder of figures.
+each up to ``<!-- end -->``, are written anew. All pages share one folder of figures. Within a sentence, of
+the tables that ``measured.py`` lists,
+
+    <!-- = books at 1024: cable -->              the number
+    <!-- % books at 1024: alibi over cable -->   how far the one is from the other, in percent
+    <!-- × books: rope@15360 over rope@1024 -->  how many times the other it is
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from cable_attn import claims, comparisons, findings, summary
+from cable_attn import claims, comparisons, findings, measured, summary
 from cable_attn import study as studies
 from cable_attn.cells import EVALUATION, baseline, results
 from cable_attn.errors import CableError, unknown
@@ -27,6 +32,9 @@ from cable_attn.study import Study
 from cable_attn.summary import Figure, Gathered
 from cable_attn.tables import LengthTable, markdown_table
 
+NUMBER = re.compile(r"(?P<mark><!-- (?P<form>[=%×]) (?P<asked>[^>]+?) -->).*?<!-- end -->", re.DOTALL)
+AT_BEGINNING = re.compile(r"^[\s>*-]*(<!-- [=%×] [^>]+ -->)", re.MULTILINE)
+ASKED = re.compile(r"(?P<table>[^:]+?)(?: at (?P<column>[^:]+))?: (?P<one>\S.*?)(?: over (?P<other>\S.*))?")
 CLAIMS = re.compile(r"<!-- claims -->.*?<!-- end -->", re.DOTALL)
 MARK = re.compile(r"<!-- (study|table|figure) ([\w-]+)(?: ([\w-]+))? -->.*?<!-- end -->", re.DOTALL)
 
@@ -45,6 +53,13 @@ def fill(page: Path, stored: Path, figures: Path) -> list[Path]:
         return f"{mark}\n{content}\n<!-- end -->"
 
     text = page.read_text(encoding="utf-8")
+    if early := AT_BEGINNING.search(text):
+        raise CableError(
+            f"{early[1]} begins a line of {page.name}, which Markdown takes for HTML: put a word before it."
+        )
+    if NUMBER.search(text):
+        known = measured.read(stored)
+        text = NUMBER.sub(lambda found: _number(found, known, page), text)
     if CLAIMS.search(text):
         told = claims.table(stored, page)
         text = CLAIMS.sub(lambda found: f"<!-- claims -->\n{told}\n<!-- end -->", text)
@@ -53,6 +68,38 @@ def fill(page: Path, stored: Path, figures: Path) -> list[Path]:
     except ImportError as error:
         raise CableError("figures need matplotlib: pip install 'cable-attn[plot]'.") from error
     return [page, *dict.fromkeys(written)]
+
+
+def _number(found: re.Match[str], known: measured.Known, page: Path) -> str:
+    mark, form, asked = found["mark"], found["form"], found["asked"]
+    part = ASKED.fullmatch(asked)
+    if part is None or (form == "=") != (part["other"] is None):
+        raise CableError(
+            f"{mark} in {page.name} is no number like '= books at 1024: cable', '% books at 1024: alibi over cable' or "
+            "'× books: rope@15360 over rope@1024'."
+        )
+    names = [name for name in (part["one"], part["other"]) if name is not None]
+    wanted = [(name, part["column"]) if part["column"] else _parted(name, mark, page) for name in names]
+    return f"{mark}{_told(form, measured.find(known, part['table'], wanted, page.name))}<!-- end -->"
+
+
+def _parted(name: str, mark: str, page: Path) -> tuple[str, str]:
+    before, at, column = name.rpartition("@")
+    if not at:
+        raise CableError(
+            f"{mark} in {page.name} names no column: write 'TABLE at COLUMN: NAME' or 'TABLE: NAME@COLUMN'."
+        )
+    return before, column
+
+
+def _told(form: str, found: measured.Found) -> str:
+    if form == "=":
+        return found.texts[0]
+    ratio = found.values[0] / found.values[1]
+    if form == "×":
+        return f"{ratio:.1f}" if ratio < 10 else f"{ratio:.0f}"
+    percent = 100 * abs(ratio - 1)
+    return f"{percent:.0f} %" if percent >= 10 else f"{percent:.1f} %" if percent >= 0.05 else f"{percent:.1g} %"
 
 
 class Stored:

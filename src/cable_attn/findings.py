@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
@@ -67,6 +68,22 @@ def found_by_length(rows: Sequence[dict[str, Any]]) -> dict[str, dict[int, list[
     return table
 
 
+def found_by_distance(rows: Sequence[dict[str, Any]], trained_at: int) -> dict[str, dict[int, list[float]]]:
+    """variant → tokens → the share of pass keys found that stood up to so far back and further than half of it, in
+    texts of all lengths, for all seeds; the first column begins at the question."""
+    table: dict[str, dict[int, list[float]]] = {}
+    for row in with_again(rows):
+        found: dict[int, list[float]] = {}
+        for result in row.get("passkey", []):
+            if "error" not in result:
+                back = (1 - result["depth"]) * result["length"]
+                doublings = math.ceil(math.log2(max(back / trained_at, 1)))
+                found.setdefault(trained_at << doublings, []).append(result["accuracy"])
+        for tokens, shares in sorted(found.items()):
+            table.setdefault(row["variant"], {}).setdefault(tokens, []).append(100 * sum(shares) / len(shares))
+    return table
+
+
 def paper(entry: str) -> dict[str, Any] | None:
     """The paper's numbers for a study."""
     if not entry:
@@ -76,6 +93,18 @@ def paper(entry: str) -> dict[str, Any] | None:
         raise unknown("entry of paper.json", entry, list(known))
     found: dict[str, Any] = known[entry]
     return found
+
+
+def paper_numbers() -> dict[str, dict[str, dict[str, float]]]:
+    """entry → encoding → column → what the paper prints."""
+    return {
+        name: {
+            encoding: {column: value for column, value in row.items() if value is not None}
+            for encoding, row in entry["rows"].items()
+        }
+        for name, entry in _paper().items()
+        if isinstance(entry, dict) and entry.get("rows")
+    }
 
 
 def claims() -> list[dict[str, str]]:

@@ -103,6 +103,10 @@ def length_tables(gathered: Gathered) -> dict[str, LengthTable]:
         depths = {one["depth"] for row in gathered.rows for one in row.get("passkey", []) if "error" not in one}
         title = f"Pass keys found, %, the mean of {len(depths)} depths"
         tables["passkey"] = LengthTable(title, found, gathered.trained_at, digits=1, lower_is_better=False)
+    if found and gathered.trained_at is not None:
+        back = findings.found_by_distance(gathered.rows, gathered.trained_at)
+        title = "Pass keys found, %, by how far back they stood: up to so many tokens, and more than the column before"
+        tables["passkey-back"] = LengthTable(title, back, gathered.trained_at, digits=1, lower_is_better=False)
     return tables
 
 
