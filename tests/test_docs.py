@@ -210,7 +210,7 @@ def test_sentences_tell_stored_numbers(tmp_path):
     assert 0 < float(by.removesuffix(" %")) < 0.001 and found == "55 %"
     for begin in ("", "- ", "a\n  "):
         page.write_text(f"{begin}{pruned}<!-- end -->")
-        with pytest.raises(CableError, match="begins a line of .*, which Markdown takes for HTML"):
+        with pytest.raises(CableError, match="begins a line of"):
             evidence.fill(page, ROOT / "benchmarks", tmp_path)
 
 
