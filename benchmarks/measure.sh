@@ -7,6 +7,7 @@
 #   benchmarks/measure.sh medium            five minutes of training: what decode and prefill read
 #   benchmarks/measure.sh decode
 set -e
+trap : TERM INT  # the command at work hears it as well, and saves; then this ends
 OUT=${OUT:-runs/measured}
 mkdir -p "$OUT" data runs
 part=$1

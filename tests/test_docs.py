@@ -176,6 +176,10 @@ def test_a_study_whose_cells_had_the_machine_alone_tells_their_speed(stored, tmp
     [
         ("study nowhere", "unknown stored study 'nowhere'. Allowed: books, "),
         ("figure books heights", "unknown figure of 'books' 'heights'. Allowed: perplexity, "),
+        ("studies books", "<!-- studies books --> in page.md is no mark that is known"),
+        ("~ books at 1024: cable", "<!-- ~ books at 1024: cable --> in page.md is no mark that is known"),
+        ("× long passkey at 131072: rope, YaRN × 128 over rope", "nothing can be told over 0. Tell both numbers."),
+        ("-% books at 1024: alibi over cable", "in page.md is 4.4 %: the sentence says that it lies on the other side"),
         ("= nowhere at 1024: cable", "unknown table in page.md 'nowhere'. Allowed: "),
         ("= books at 1024: nobody", "unknown name in page.md 'nobody'. Allowed: "),
         ("= books at 7: cable", "unknown column of 'cable' in page.md '7'. Allowed: 512, "),
@@ -198,7 +202,7 @@ def test_sentences_tell_stored_numbers(tmp_path):
     file = ROOT / "benchmarks/results/books/{}-0/evaluation.json"
     alibi, rope = (json.loads(Path(str(file).format(name)).read_text())["results"] for name in ("alibi", "rope"))
     (near, far), (_, other) = ([one[1]["perplexity"], one[-1]["perplexity"]] for one in (rope, alibi))
-    asked = ("= books at 1024: rope", "% books at 15360: alibi over rope", "× books: rope@15360 over rope@1024")
+    asked = ("= books at 1024: rope", "-% books at 15360: alibi over rope", "× books: rope@15360 over rope@1024")
     page.write_text(" ".join(f"is <!-- {one} -->old<!-- end -->" for one in asked))
     evidence.fill(page, ROOT / "benchmarks", tmp_path)
     told = [f"{near:.2f}", f"{100 * (1 - other / far):.0f} %", f"{far / near:.1f}"]
@@ -208,10 +212,18 @@ def test_sentences_tell_stored_numbers(tmp_path):
     evidence.fill(page, ROOT / "benchmarks", tmp_path)
     by, found = re.findall(r"-->([^<]+)<!-- end -->", page.read_text())
     assert 0 < float(by.removesuffix(" %")) < 0.001 and found == "55 %"
-    for begin in ("", "- ", "a\n  "):
+    for begin in ("", "- ", "a\n  ", "1. "):
         page.write_text(f"{begin}{pruned}<!-- end -->")
         with pytest.raises(CableError, match="begins a line of"):
             evidence.fill(page, ROOT / "benchmarks", tmp_path)
+
+
+def test_a_mark_without_its_end_swallows_nothing(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(text := "a <!-- = books at 1024: cable --> b <!-- = books at 1024: alibi -->1<!-- end --> c")
+    with pytest.raises(CableError, match="one of a pair alone"):
+        evidence.fill(page, ROOT / "benchmarks", tmp_path)
+    assert page.read_text() == text
 
 
 @pytest.mark.parametrize(
@@ -232,7 +244,8 @@ def test_a_verdict_follows_from_stored_numbers(tests, verdict, stored, tmp_path)
     lines = claims.table(stored, tmp_path / "page.md").splitlines()
     assert len(lines) == 4 + len(findings.claims()) and f"**{verdict}**" in lines[5] and "**not measured**" in lines[4]
     assert "](benchmarks/results/" in lines[5]
-    assert lines[0] == f"Of {len(lines) - 4} claims: 1 *{verdict}*, {len(lines) - 5} *not measured*."
+    assert lines[0].startswith(f"Of {len(lines) - 4} claims: 1 *{verdict}*, {len(lines) - 5} *not measured*.")
+    assert lines[0].endswith("1 in half of them or fewer.") == (verdict == "holds in part")
     with (stored / "claims.toml").open("a") as file:
         file.write('verdict = "holds in part"\n')  # the best that they can show
     lines = claims.table(stored, tmp_path / "page.md").splitlines()
@@ -257,13 +270,13 @@ def test_claims_compare_one_run_and_the_mean_of_seeds(stored, tmp_path):
     lines = [row | dict(zip(("model", "begun", "ms", "precision"), one)) for one in rows]
     (stored / "results/decode.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     tests = [
-        "books loss: alibi@end > alibi@end",
+        "books loss: alibi@held-out > alibi@held-out",
         "decode: cable@1024 < rope@1024",
         "decode: rope@1024 > 0.1 * rope@1024",
     ]
     (stored / "claims.toml").write_text(f"[[claim]]\nnumber = 2\ntests = {json.dumps(tests)}\n")
     told = claims.table(stored, tmp_path / "page.md")
-    assert f"✗ books loss at end: alibi {again['training']['eval_loss'] - 1:.3f} >" in told
+    assert f"✗ books loss at held-out: alibi {again['training']['eval_loss'] - 1:.3f} >" in told
     assert "✓ decode at 1024: cable 1.000 < rope 4.000" in told
     assert "✓ decode at 1024: rope 0.500 > 0.1 × rope 0.500" in told, "the last run that has both"
 

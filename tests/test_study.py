@@ -495,37 +495,68 @@ def test_variants_are_compared_with_the_first_on_the_same_documents():
     rows += [row("fox", 0, 1.0, 2.0, tokens=99), {"variant": "old", "seed": 0, "results": [{"length": 64}]}]
     told = comparisons.ratios(summary.Gathered("t", rows, {}, {}))
     assert told.splitlines()[2:] == [
-        "| encoding | seeds | 64 |",
-        "|---|---|---|",
-        "| rope | 2 / 2 | 1.649 (1.649 – 1.649) |",
+        "| encoding | seeds | 64 | worse on |",
+        "|---|---|---|---|",
+        "| rope | 2 / 2 | 1.649 (1.649 – 1.649) | 2 of 2 |",
     ]
     assert comparisons.ratios(summary.Gathered("t", rows[:2], {}, {})) == ""
     rows.append(row("k-cable", 1, 2.0, 3.0))
     told = comparisons.ratios(summary.Gathered("t", rows, {}, {}, against={"k-cable": "rope", "fox": "nope"}))
-    assert told.splitlines()[-1] == "| k-cable over rope | 1 / 2 | 1.649 (1.649 – 1.649) |" and "fox" not in told
+    assert (
+        told.splitlines()[-1] == "| k-cable over rope | 1 / 2 | 1.649 (1.649 – 1.649) | 2 of 2 |" and "fox" not in told
+    )
 
 
 def test_what_far_text_is_worth_leaves_out_that_fewer_tokens_begin_a_text():
-    """A loss of 3 in windows of 32 and of 2 in those of 64: 1 in the second half of these. So four times as long they
-    would have 1.25, if nothing further back told anything. Another document has 1 more at each."""
+    """A loss of 3 in windows of 32, of 2 in those of 64: 1 in the second half of these. It is 1 in that of windows of
+    128 that have 1.5, and 0.9 where they have 1.45. Another document has 1 more at each."""
 
-    def row(variant, far):
-        losses = {32: 3.0, 64: 2.0, 256: far}
+    def row(variant, seed, far):
+        losses = {32: 3.0, 64: 2.0, 128: far}
         read = [
             {"length": n, "perplexity": math.exp(loss), "by_document": [[100, loss], [300, loss + 1]]}
             for n, loss in losses.items()
         ]
         settings = {"recipe": {"data": {"length": 64}}}
-        return {"variant": variant, "results": [*read, {"length": 512, "error": "cannot"}], "settings": settings}
+        results = [*read, {"length": 512, "error": "cannot"}]
+        return {"variant": variant, "seed": seed, "results": results, "settings": settings}
 
-    rows = [row("cable", 1.15), row("alibi", 1.25), row("cable", 1.05)]
-    told = comparisons.far_context(summary.Gathered("t", rows, {}, {})).splitlines()
-    fifteen = f"{math.exp(-0.15):.3f}"
-    assert told[-2:] == [f"| cable | 2 | {fifteen} ({fifteen} – {fifteen}) |", "| alibi | 1 | 1.000 (1.000 – 1.000) |"]
-    short = [{**one, "results": one["results"][:2]} for one in rows]
-    without_half = [{**one, "results": one["results"][1:]} for one in rows]
-    for untold in (short, without_half):
-        assert comparisons.far_context(summary.Gathered("t", untold, {}, {})) == ""
+    rows = [row("cable", 0, 1.45), row("alibi", 0, 1.5), row("cable", 1, 1.4), row("learnable", 0, 1.5)]
+    rows[-1]["results"] = rows[-1]["results"][:2]  # reads no further
+    paper = {"cable": {"32": math.exp(3), "64": math.exp(2), "128": math.exp(1.75)}, "nope": {"64": 7.0}}
+    told = comparisons.contexts(summary.Gathered("t", rows, {}, {}, like=paper)).splitlines()
+    fifteen, half = (f"{100 * (math.exp(loss) - 1):+.0f}".replace("-", "−") for loss in (-0.15, 0.5))
+    assert "that of tokens with 32 to 64;" in told[0] and told[2] == "| encoding | 64 to 128 |"
+    assert told[4:] == [f"| cable | {fifteen} ({fifteen} to {fifteen}) [{half}] |", "| alibi | 0.0 (0.0 to 0.0) |"]
+    assert "paper" not in comparisons.contexts(summary.Gathered("t", rows, {}, {}))
+    assert comparisons.contexts(summary.Gathered("t", rows[-1:], {}, {})) == ""
+    fewer = row("rope", 0, 1.5)
+    fewer["results"][2]["by_document"].pop()  # the longest windows leave out the end of a text, and a document with it
+    told = comparisons.contexts(summary.Gathered("t", [*rows, fewer], {}, {})).splitlines()
+    assert told[-1] == "| rope | 0.0 (0.0 to 0.0) |"
+    overlap = [{**one, "settings": {**one["settings"], "reading": {"stride": 8}}} for one in rows]
+    assert comparisons.contexts(summary.Gathered("t", overlap, {}, {})) == ""
+    for one in rows:  # without the shorter windows: over the first band past the training length
+        one["results"] = one["results"][1:]
+    assert comparisons.reference(summary.Gathered("t", rows, {}, {})) == (64, 128)
+    assert comparisons.contexts(summary.Gathered("t", rows, {}, {})) == ""
+
+
+def test_who_is_ahead_in_training_is_told_over_its_course():
+    def row(variant, seed, *losses):
+        curve, settings = [[n, loss] for n, loss in enumerate(losses)], {"recipe": {"data": {"length": 64}}}
+        return {"variant": variant, "seed": seed, "training": {"curve": curve}, "results": [], "settings": settings}
+
+    six = [6.0, 5.0, 4.0, 3.0, 2.0, 1.0]
+    rows = [row("cable", 0, *six), row("cable", 1, *six), row("rope", 1, *(loss + 0.5 - loss / 10 for loss in six))]
+    rows += [row("rope", 2, *(9 * loss for loss in six)), row("fox", 0, *six[:5]), row("t5", 0, *six, 0.5)]
+    told = comparisons.learning(summary.Gathered("t", rows, {}, {})).splitlines()
+    assert told[4:] == ["| rope | −0.100 | 0.000 | +0.100 | +0.200 | +0.300 | +0.400 |"]
+    told = comparisons.learning(summary.Gathered("t", rows, {}, {}, against={"cable": "rope"})).splitlines()
+    assert told[-1].startswith("| cable over rope | +0.100 |")
+    others = [{**one, "settings": {"recipe": {"data": {"length": 32}}}} for one in rows[:1]]
+    assert comparisons.learning(summary.Gathered("t", [*rows, *others], {}, {})) == ""
+    assert comparisons.learning(summary.Gathered("t", rows[:2], {}, {})) == ""
 
 
 def test_a_figure_keeps_close_rivals_apart_beside_one_that_fails(monkeypatch, tmp_path):

@@ -23,10 +23,18 @@ import torch
 from cable_attn import harness, passkey, pretraining
 from cable_attn.data.corpus import embedded_corpus
 from cable_attn.data.shards import MANIFEST, Tokens
+from cable_attn.data.tokenizers import load_tokenizer
 from cable_attn.devices import best_device
 from cable_attn.environment import environment
 from cable_attn.errors import CableError
-from cable_attn.evaluation import HeldOut, checkpoint_hash, evaluate, find_held_out, share_read
+from cable_attn.evaluation import (
+    HeldOut,
+    checkpoint_hash,
+    evaluate,
+    find_held_out,
+    require_known_tokens,
+    share_read,
+)
 from cable_attn.files import alone, as_json, read_json, writable_folder, write_json
 from cable_attn.models.loading import load_model, tokenizer_of
 from cable_attn.recipe import Recipe
@@ -155,8 +163,22 @@ def check_reading(cell: Cell) -> None:
         raise CableError(f"{path!r}, {reading.split}, gives {available} tokens; {what} more.")
     if is_embedded:
         return
+    _require_same_tokens(Path(cell.recipe().data.path), Path(path))
     if reading.passkey and not (Path(cell.recipe().data.path) / "tokenizer").is_dir():
         raise CableError(f"reading.passkey needs a tokenizer with the tokens in {cell.recipe().data.path!r}.")
+
+
+def _require_same_tokens(trained: Path, read: Path) -> None:
+    """Another tokenizer's tokens would give a perplexity of nothing."""
+    both = [path / "tokenizer" for path in (trained, read)]
+    if trained == read or not all(path.is_dir() for path in both):
+        return
+    one, other = (load_tokenizer(str(path)).get_vocab() for path in both)
+    if one != other:
+        raise CableError(
+            f"reading.path={str(read)!r} was made with another tokenizer than {str(trained)!r}, which the models are "
+            f"trained on. Prepare it with --tokenizer {str(both[0])!r}."
+        )
 
 
 def _check_beginnings(beginnings: int, lengths: list[int]) -> None:
@@ -298,6 +320,7 @@ def _read_model(
     """``name`` and ``changes``: of a reading with another config, of which the model's weights know nothing."""
     study, reading = cell.study, cell.study.reading
     model = load_model(folder, **changes).to(best_device())
+    require_known_tokens(text.tokens, model, text.source)
 
     def on_share(length: int, share: float) -> None:
         _tell(watch, cell, f"reading {length} tokens at once", share)
@@ -312,7 +335,10 @@ def _read_model(
     if reading.passkey:
         task = passkey.Task(text.tokenizer)
         _tell(watch, cell, "looking for pass keys", 1.0)
-        result["passkey"] = passkey.measure(model, task, text.tokens, study.lengths, passkey.DEPTHS, reading.passkey)
+        own = f"pass keys {name}"
+        options = {"known": kept.rows.get(own, ()), "keep": partial(kept.keep, own)}
+        lengths, depths = study.lengths, passkey.DEPTHS
+        result["passkey"] = passkey.measure(model, task, text.tokens, lengths, depths, reading.passkey, **options)
     if reading.tasks and not changes:
         files = Path(reading.task_folder) if reading.task_folder else None
         _tell(watch, cell, "answering tasks", 1.0)

@@ -34,7 +34,7 @@ SETTLED = VERDICTS[2:]
 """Which no comparison changes."""
 ABOUT = 0.2
 """How far two numbers may lie apart that are about the same."""
-OPERATORS = {"<": operator.lt, ">": operator.gt, "~": lambda one, other: abs(one / other - 1) <= ABOUT}
+OPERATORS = {"<": operator.lt, ">": operator.gt, "~": lambda one, other: abs(one - other) <= ABOUT * abs(other)}
 LINE = "<br>"
 """Begins a new line in a cell of a table."""
 FACTOR = r"(?:(?P<factor>[\d.]+) \* )?"
@@ -79,6 +79,11 @@ class Judgement:
         return bool(self.outcomes) and all(outcome.holds for outcome in self.outcomes)
 
     @property
+    def share(self) -> float:
+        """Of the comparisons, how many came out so."""
+        return sum(outcome.holds for outcome in self.outcomes) / len(self.outcomes)
+
+    @property
     def places(self) -> list[Path]:
         return list(dict.fromkeys(outcome.place for outcome in self.outcomes))
 
@@ -117,9 +122,14 @@ def table(stored: Path, page: Path) -> str:
 def _counts(judged: list[Judgement]) -> str:
     verdicts = [one.verdict for one in judged]
     counts = [f"{verdicts.count(verdict)} *{verdict}*" for verdict in VERDICTS if verdict in verdicts]
-    capped = sum(one.verdict == "holds in part" and one.came_out for one in judged)
-    told = f" Of those that hold in part, {capped} have every comparison, on less than they speak of." if capped else ""
-    return f"Of {len(verdicts)} claims: {', '.join(counts)}.{told}"
+    part = [one for one in judged if one.verdict == "holds in part" and one.outcomes]
+    every = sum(one.came_out for one in part)
+    most = sum(one.share > 0.5 for one in part) - every
+    told = (
+        f"Of those that hold in part and were compared, {every} came out in every comparison, on less than they speak "
+        f"of, {most} in more than half and {len(part) - every - most} in half of them or fewer."
+    )
+    return f"Of {len(verdicts)} claims: {', '.join(counts)}." + (f" {told}" if part else "")
 
 
 def _read(path: Path) -> dict[int, dict[str, Any]]:

@@ -1,11 +1,24 @@
-"""Variants of a study beside each other, as Markdown: their speeds, the same documents, text far back."""
+"""Variants of a study beside each other, as Markdown: speeds, the same documents, text far back, how they learned.
+
+Where a study is like one of the paper's, the paper's own number stands in square brackets.
+"""
 
 from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 from cable_attn import findings
 from cable_attn.evaluation import ByDocument, perplexity_over
 from cable_attn.summary import Gathered
 from cable_attn.tables import markdown_table, mean_text
+
+Band = tuple[int, int]
+"""Tokens with at least so many before them, and fewer than so many."""
+SHARES = 6
+"""Of a training, to see who is ahead when."""
 
 
 def speeds(gathered: Gathered) -> str:
@@ -26,77 +39,181 @@ def speeds(gathered: Gathered) -> str:
 
 def ratios(gathered: Gathered) -> str:
     """Markdown: perplexities over another variant's, where both were read on the same documents."""
-    found: dict[str, dict[int, list[ByDocument]]] = {}
-    for row in findings.with_again(gathered.rows):
-        for result in row["results"]:
-            if len(result.get("by_document") or []) > 1:
-                found.setdefault(row["variant"], {}).setdefault(result["length"], []).append(result["by_document"])
-    first = gathered.rows[0]["variant"]
-    pairs = gathered.against or {name: first for name in found if name != first}
-    lengths = sorted({length for own in found.values() for length in own})
+    found = _by_document(gathered)
+    pairs, lengths = _pairs(gathered, list(found)), sorted({length for own in found.values() for length in own})
     lines = []
     for name, base in pairs.items():
         ours, theirs = found.get(name, {}), found.get(base, {})
         cells = [_over(ours.get(length, []), theirs.get(length, [])) for length in lengths]
         seeds = " / ".join(str(max(map(len, own.values()), default=0)) for own in (ours, theirs))
-        if set(cells) - {"–"}:
-            lines.append([f"{name} over {base}" if gathered.against else name, seeds, *cells])
+        if told := [length for cell, length in zip(cells, lengths) if cell != "–"]:
+            worse = _worse_on(ours[told[-1]], theirs[told[-1]])
+            cells = [cell + _paper_ratio(gathered, name, base, length) for cell, length in zip(cells, lengths)]
+            lines.append([_named(gathered, name, base), seeds, *cells, worse])
     if not lines:
         return ""
-    over = "Perplexity over another's" if gathered.against else f"Perplexity over {first}'s"
     drawn = "in brackets 95 % of it when these are drawn anew; the chance of other seeds comes on top"
-    title = f"**{over} on the same documents; {drawn}**"
-    return f"{title}\n\n{markdown_table(['encoding', 'seeds', *map(str, lengths)], lines)}"
+    theirs_too = "; in square brackets the paper's" if gathered.paper_rows else ""
+    worse = "worse on: so many documents, at the longest of these lengths"
+    title = f"**Perplexity over {_whose(gathered)} on the same documents; {drawn}{theirs_too}; {worse}**"
+    return f"{title}\n\n{markdown_table(['encoding', 'seeds', *map(str, lengths), 'worse on'], lines)}"
+
+
+def _worse_on(ours: list[ByDocument], theirs: list[ByDocument]) -> str:
+    """Of how many documents, all seeds of each together."""
+    own, other = (
+        [statistics.fmean(loss) for loss in zip(*([n for _, n in one] for one in all_))] for all_ in (ours, theirs)
+    )
+    return f"{sum(one > two for one, two in zip(own, other))} of {len(own)}"
+
+
+def _by_document(gathered: Gathered) -> dict[str, dict[int, list[ByDocument]]]:
+    """variant → length → the losses by document of all seeds."""
+    found: dict[str, dict[int, list[ByDocument]]] = {}
+    for row in findings.with_again(gathered.rows):
+        for result in row["results"]:
+            if len(result.get("by_document") or []) > 1:
+                found.setdefault(row["variant"], {}).setdefault(result["length"], []).append(result["by_document"])
+    return found
+
+
+def _pairs(gathered: Gathered, names: Sequence[str]) -> Mapping[str, str]:
+    """Each variant and the one that it is told over."""
+    first = gathered.rows[0]["variant"]
+    return gathered.against or {name: first for name in names if name != first}
+
+
+def _named(gathered: Gathered, name: str, base: str) -> str:
+    return f"{name} over {base}" if gathered.against else name
+
+
+def _whose(gathered: Gathered) -> str:
+    return "another's" if gathered.against else f"{gathered.rows[0]['variant']}'s"
 
 
 def _over(ours: list[ByDocument], theirs: list[ByDocument]) -> str:
     """Each a mean of its seeds, all on the same documents."""
     if not ours or not theirs or len({tuple(n for n, _ in one) for one in (*ours, *theirs)}) > 1:
         return "–"
-    return _with_interval(*perplexity_over(ours, theirs))
-
-
-def _with_interval(ratio: float, low: float, high: float) -> str:
+    ratio, low, high = perplexity_over(ours, theirs)
     return f"{ratio:.3f} ({low:.3f} – {high:.3f})"
 
 
-def far_context(gathered: Gathered) -> str:
-    """Markdown: what each makes of text further back than it was trained on."""
-    near, far, told = gathered.trained_at, _longest(gathered), far_ratios(gathered)
-    lines = [[name, str(seeds), _with_interval(*found)] for name, (seeds, found) in told.items()]
-    title = f"**Perplexity at {far} tokens over what it would be if nothing further back than {near} told anything**"
-    return f"{title}\n\n{markdown_table(('encoding', 'seeds', 'ratio'), lines)}" if lines else ""
+def _paper_ratio(gathered: Gathered, name: str, base: str, length: int) -> str:
+    ours, theirs = (gathered.paper_rows.get(one, {}).get(str(length)) for one in (name, base))
+    return f" [{ours / theirs:.3f}]" if ours and theirs else ""
 
 
-def _longest(gathered: Gathered) -> int:
-    return max((n for row in findings.by_variant(gathered.rows).values() for n in row), default=0)
+def contexts(gathered: Gathered) -> str:
+    """Markdown: what text further back is worth to each."""
+    near, told = reference(gathered), by_context(gathered)
+    bands = sorted({band for own in told.values() for band in own if band != near})
+    if near is None or not bands:
+        return ""
+    lines = []
+    for name, own in told.items():
+        theirs = paper_contexts(gathered.paper_rows.get(name, {}), near)
+        if set(own) - {near}:
+            lines.append([name, *(_change(own.get(band), theirs.get(band)) for band in bands)])
+    theirs_too = "; in square brackets the same from the paper's numbers" if gathered.paper_rows else ""
+    title = (
+        f"**Perplexity of tokens with so many before them, % above that of tokens with {near[0]} to {near[1]}; in "
+        f"brackets 95 % of it when documents are drawn anew{theirs_too}**"
+    )
+    return f"{title}\n\n{markdown_table(['encoding', *(f'{low} to {high}' for low, high in bands)], lines)}"
 
 
-def far_ratios(gathered: Gathered) -> dict[str, tuple[int, tuple[float, float, float]]]:
-    """variant → its seeds, and its perplexity over one without far text, with an interval.
+def _change(found: tuple[float, float, float] | None, theirs: float | None) -> str:
+    if found is None:
+        return "–"
+    ratio, low, high = map(percent_above, found)
+    return f"{ratio} ({low} to {high})" + (f" [{percent_above(theirs)}]" if theirs else "")
 
-    Long windows lower the perplexity of any model, because fewer tokens have little before them. So the longest is
-    compared with what it would be if from the training length on every token were predicted as with half of that length
-    or more before it: what windows of the half and of the whole tell of the same documents.
+
+def percent_above(ratio: float) -> str:
+    above = 100 * (ratio - 1)
+    return signed(above, 0 if abs(above) >= 10 else 1)
+
+
+def signed(value: float, digits: int) -> str:
+    """With a true minus, and none before nothing."""
+    told = f"{value:+.{digits}f}"
+    return told[1:] if not float(told) else told.replace("-", "−")
+
+
+def reference(gathered: Gathered) -> Band | None:
+    """The tokens that others are told over: the last within the training length that are told apart from the beginning
+    of a text, or else the first past it."""
+    near = gathered.trained_at
+    bands = list(pairwise(sorted({length for row in _by_document(gathered).values() for length in row})))
+    overlap = any(row["settings"].get("reading", {}).get("stride") for row in gathered.rows)
+    if near is None or not bands or overlap:  # windows that overlap do not tell a band apart
+        return None
+    within = [band for band in bands if band[1] <= near]
+    return within[-1] if within else bands[0]
+
+
+def by_context(gathered: Gathered) -> dict[str, dict[Band, tuple[float, float, float]]]:
+    """variant → band → its perplexity over that of the reference, with an interval.
+
+    Long windows lower the perplexity of any model, because fewer tokens have little before them. What windows of two
+    lengths tell of the same text tells these apart: all that the longer one adds has at least the shorter one's length
+    before it.
     """
-    near, far = gathered.trained_at, _longest(gathered)
-    if near is None or far <= near:
-        return {}
-    found: dict[str, list[ByDocument]] = {}
-    as_if: dict[str, list[ByDocument]] = {}
-    for row in findings.with_again(gathered.rows):
-        read = {result["length"]: result.get("by_document") or [] for result in row["results"]}
-        at_half, at_near, at_far = (read.get(n, []) for n in (near // 2, near, far))
-        if len(at_half) == len(at_near) == len(at_far) > 1:
-            found.setdefault(row["variant"], []).append(at_far)
-            as_if.setdefault(row["variant"], []).append(_as_if_near(at_half, at_near, at_far, near / far))
-    return {name: (len(own), perplexity_over(own, as_if[name])) for name, own in found.items()}
+    near, told = reference(gathered), dict[str, dict[Band, tuple[float, float, float]]]()
+    for name, row in _by_document(gathered).items():
+        both = min(len(one) for seeds in row.values() for one in seeds)  # of a text's end long windows leave out more
+        row = {length: [one[:both] for one in seeds] for length, seeds in row.items()}
+        bands = {band: _bands(row[band[0]], row[band[1]], band) for band in pairwise(sorted(row))}
+        if near in bands:
+            own = {band: seeds for band, seeds in bands.items() if band >= near and len(seeds) == len(bands[near])}
+            told[name] = {band: perplexity_over(seeds, bands[near]) for band, seeds in own.items()}
+    return told
 
 
-def _as_if_near(half: ByDocument, near: ByDocument, far: ByDocument, share: float) -> ByDocument:
-    """Of each document the loss at the longest length, if all but the first ``share`` of it had as much before it as
-    the second half of a near window has: twice the loss of the whole less that of the halves."""
+def _bands(shorter: list[ByDocument], longer: list[ByDocument], band: Band) -> list[ByDocument]:
+    """Of each seed and document the loss of the tokens that the longer windows add, and the longer ones' counts."""
+    low, high = band
     return [
-        (count, share * whole + (1 - share) * (2 * whole - first))
-        for (count, _), (_, whole), (_, first) in zip(far, near, half)
+        [(count, (high * far - low * near) / (high - low)) for (_, near), (count, far) in zip(one, other)]
+        for one, other in zip(shorter, longer)
     ]
+
+
+def paper_contexts(row: Mapping[str, float | None], near: Band) -> dict[Band, float]:
+    """band → what the paper's perplexities make of it, over the reference."""
+    read = {int(length): math.log(value) for length, value in row.items() if value}
+    losses = {(low, high): (high * read[high] - low * read[low]) / (high - low) for low, high in pairwise(sorted(read))}
+    return {band: math.exp(loss - losses[near]) for band, loss in losses.items()} if near in losses else {}
+
+
+def learning(gathered: Gathered) -> str:
+    """Markdown: by how much the loss in training was above another's, over the course of it."""
+    gaps = training_gaps(gathered)
+    pairs = _pairs(gathered, list(dict.fromkeys(row["variant"] for row in gathered.rows)))
+    lines = [[_named(gathered, name, pairs[name]), *(signed(gap, 3) for gap in own)] for name, own in gaps.items()]
+    title = f"**Training loss above {_whose(gathered)} in each sixth of the training**"
+    header = ["encoding", *(f"{n}/{SHARES}" for n in range(1, SHARES + 1))]
+    return f"{title}\n\n{markdown_table(header, lines)}" if lines else ""
+
+
+def training_gaps(gathered: Gathered) -> dict[str, list[float]]:
+    """variant → for each share of the training the mean gap of the seeds that both have."""
+    curves = {(row["variant"], row["seed"]): row["training"].get("curve") or [] for row in gathered.rows}
+    if gathered.trained_at is None:  # losses of windows of several lengths are not of the same tokens
+        return {}
+    found = {}
+    for name, base in _pairs(gathered, [name for name, _ in curves]).items():
+        both = [(curves[name, seed], curves.get((base, seed), [])) for own, seed in curves if own == name]
+        gaps = [_gaps(ours, theirs) for ours, theirs in both if [n for n, _ in ours] == [n for n, _ in theirs]]
+        if gaps := [gap for gap in gaps if gap]:
+            found[name] = [statistics.fmean(seeds) for seeds in zip(*gaps)]
+    return found
+
+
+def _gaps(ours: list[tuple[int, float]], theirs: list[tuple[int, float]]) -> list[float]:
+    if len(ours) < SHARES:
+        return []
+    apart = [own - other for (_, own), (_, other) in zip(ours, theirs)]
+    cuts = [round(n * len(apart) / SHARES) for n in range(SHARES + 1)]
+    return [statistics.fmean(apart[low:high]) for low, high in pairwise(cuts)]

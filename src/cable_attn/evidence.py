@@ -12,14 +12,16 @@ each up to ``<!-- end -->``, are written anew. All pages share one folder of fig
 the tables that ``measured.py`` lists,
 
     <!-- = books at 1024: cable -->              the number
-    <!-- % books at 1024: alibi over cable -->   how far the one is from the other, in percent
+    <!-- +% books at 1024: alibi over cable -->  how far it is above the other, in percent; -% below, % from
     <!-- × books: rope@15360 over rope@1024 -->  how many times the other it is
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +34,14 @@ from cable_attn.study import Study
 from cable_attn.summary import Figure, Gathered
 from cable_attn.tables import LengthTable, markdown_table
 
-NUMBER = re.compile(r"(?P<mark><!-- (?P<form>[=%×]) (?P<asked>[^>]+?) -->).*?<!-- end -->", re.DOTALL)
-AT_BEGINNING = re.compile(r"^[\s>*-]*(<!-- [=%×] [^>]+ -->)", re.MULTILINE)
+END = "<!-- end -->"
+INSIDE = r"(?:(?!<!--).)*"
+"""No other mark: one whose end is missing would swallow what follows."""
+NUMBER = re.compile(rf"(?P<mark><!-- (?P<form>=|[+-]?%|×) (?P<asked>[^>]+?) -->){INSIDE}{END}", re.DOTALL)
+AT_BEGINNING = re.compile(r"^(?:[\s>*+-]|\d+[.)])*(<!-- (?:=|[+-]?%|×) [^>]+ -->)", re.MULTILINE)
 ASKED = re.compile(r"(?P<table>[^:]+?)(?: at (?P<column>[^:]+))?: (?P<one>\S.*?)(?: over (?P<other>\S.*))?")
-CLAIMS = re.compile(r"<!-- claims -->.*?<!-- end -->", re.DOTALL)
-MARK = re.compile(r"<!-- (study|table|figure) ([\w-]+)(?: ([\w-]+))? -->.*?<!-- end -->", re.DOTALL)
+CLAIMS = re.compile(rf"<!-- claims -->{INSIDE}{END}", re.DOTALL)
+MARK = re.compile(rf"<!-- (study|table|figure) ([\w-]+)(?: ([\w-]+))? -->{INSIDE}{END}", re.DOTALL)
 
 
 def fill(page: Path, stored: Path, figures: Path) -> list[Path]:
@@ -50,19 +55,16 @@ def fill(page: Path, stored: Path, figures: Path) -> list[Path]:
         mark = found.group(0).split("-->", 1)[0] + "-->"
         told = Stored(stored, name, page, figures, written)
         content = {"study": told.section, "table": told.table, "figure": lambda: told.figure(figure)}[kind]()
-        return f"{mark}\n{content}\n<!-- end -->"
+        return f"{mark}\n{content}\n{END}"
 
     text = page.read_text(encoding="utf-8")
-    if early := AT_BEGINNING.search(text):
-        raise CableError(
-            f"{early[1]} begins a line of {page.name}, which Markdown takes for HTML: put a word before it."
-        )
+    _require_whole(text, page)
     if NUMBER.search(text):
         known = measured.read(stored)
         text = NUMBER.sub(lambda found: _number(found, known, page), text)
     if CLAIMS.search(text):
         told = claims.table(stored, page)
-        text = CLAIMS.sub(lambda found: f"<!-- claims -->\n{told}\n<!-- end -->", text)
+        text = CLAIMS.sub(lambda found: f"<!-- claims -->\n{told}\n{END}", text)
     try:
         write_atomically(page, MARK.sub(block, text))
     except ImportError as error:
@@ -70,8 +72,22 @@ def fill(page: Path, stored: Path, figures: Path) -> list[Path]:
     return [page, *dict.fromkeys(written)]
 
 
+def _require_whole(text: str, page: Path) -> None:
+    """Each mark has its end, and stands where Markdown leaves it alone."""
+    if early := AT_BEGINNING.search(text):
+        raise CableError(
+            f"{early[1]} begins a line of {page.name}, which Markdown takes for HTML: put a word before it."
+        )
+    for pattern in (NUMBER, CLAIMS, MARK):
+        text = pattern.sub("", text)
+    if left := re.search(r"<!-- .*?-->", text, re.DOTALL):
+        raise CableError(
+            f"{left[0]} in {page.name} is no mark that is known, or one of a pair alone: each ends with {END}."
+        )
+
+
 def _number(found: re.Match[str], known: measured.Known, page: Path) -> str:
-    mark, form, asked = found["mark"], found["form"], found["asked"]
+    mark, form, asked = found["mark"], found["form"], " ".join(found["asked"].split())
     part = ASKED.fullmatch(asked)
     if part is None or (form == "=") != (part["other"] is None):
         raise CableError(
@@ -80,7 +96,9 @@ def _number(found: re.Match[str], known: measured.Known, page: Path) -> str:
         )
     names = [name for name in (part["one"], part["other"]) if name is not None]
     wanted = [(name, part["column"]) if part["column"] else _parted(name, mark, page) for name in names]
-    return f"{mark}{_told(form, measured.find(known, part['table'], wanted, page.name))}<!-- end -->"
+    numbers = measured.find(known, part["table"], wanted, page.name)
+    told = numbers.texts[0] if form == "=" else _over(form, numbers.values, f"{mark} in {page.name}")
+    return f"{mark}{told}{END}"
 
 
 def _parted(name: str, mark: str, page: Path) -> tuple[str, str]:
@@ -92,14 +110,19 @@ def _parted(name: str, mark: str, page: Path) -> tuple[str, str]:
     return before, column
 
 
-def _told(form: str, found: measured.Found) -> str:
-    if form == "=":
-        return found.texts[0]
-    ratio = found.values[0] / found.values[1]
+def _over(form: str, values: list[float], where: str) -> str:
+    one, other = values
+    if not other:
+        raise CableError(f"{where}: nothing can be told over {other:g}. Tell both numbers.")
+    ratio = one / other
     if form == "×":
         return f"{ratio:.1f}" if ratio < 10 else f"{ratio:.0f}"
-    percent = 100 * abs(ratio - 1)
-    return f"{percent:.0f} %" if percent >= 10 else f"{percent:.1f} %" if percent >= 0.05 else f"{percent:.1g} %"
+    percent = 100 * (ratio - 1)
+    if form != "%" and (percent > 0) != (form == "+%"):
+        raise CableError(f"{where} is {percent:.2g} %: the sentence says that it lies on the other side.")
+    percent = abs(percent)
+    digits = 0 if percent >= 10 or not percent else max(1, -math.floor(math.log10(percent)))
+    return f"{percent:.{digits}f} %"
 
 
 class Stored:
@@ -116,20 +139,15 @@ class Stored:
         rows = list(results(self.study, self.folder))
         if not rows:
             raise CableError(f"{str(self.folder)!r} holds no results yet.")
-        paper = findings.paper(self.study.paper)
-        self.gathered = Gathered(
-            self.study.title,
-            rows,
-            {},
-            paper["rows"] if paper else {},
-            baseline(self.folder),
-            self.study.against,
-        )
+        paper, like = (findings.paper(name) or {"rows": {}} for name in (self.study.paper, self.study.like))
+        self.gathered = Gathered(self.study.title, rows, {}, paper["rows"], baseline(self.folder), self.study.against)
+        if like.get("trained_at") == self.gathered.trained_at:  # the same lengths mean the same
+            self.gathered = replace(self.gathered, like=like["rows"])
 
     def section(self) -> str:
         tables = [_with_caption(table) for table in self.tables()]
         tables += [comparisons.speeds(self.gathered)] if self.study.speeds else []
-        tables += filter(None, (comparisons.ratios(self.gathered), comparisons.far_context(self.gathered)))
+        tables += filter(None, (comparisons.ratios(self.gathered), comparisons.contexts(self.gathered)))
         pictures = [self._picture(figure) for figure in summary.figures(self.gathered)]
         return "\n\n".join([*tables, *pictures, self._runs(), self._source()])
 
@@ -138,7 +156,7 @@ class Stored:
 
     def tables(self) -> list[LengthTable]:
         tables = list(summary.length_tables(self.gathered).values())
-        return tables + ([self._growth()] if self.study.like and self.gathered.trained_at else [])
+        return tables + ([self._paper()] if self.study.like else [])
 
     def figure(self, name: str | None) -> str:
         known = {figure.name: figure for figure in summary.figures(self.gathered)}
@@ -146,22 +164,19 @@ class Stored:
             raise unknown(f"figure of {self.study.name!r}", str(name), list(known))
         return self._picture(known[name])
 
-    def _growth(self) -> LengthTable:
-        """Ours and the paper's on other data, each over its own value at the training length."""
-        at, entry = self.gathered.trained_at, findings.paper(self.study.like)
-        assert at is not None and entry is not None
-        ours = {
-            name: {length: [value / row[at]] for length, value in row.items()}
-            for name, row in summary.mean_perplexities(self.gathered.rows).items()
-            if at in row
-        }
-        theirs = {
-            name: {length: value and round(value / row[str(at)], 3) for length, value in row.items()}
+    def _paper(self) -> LengthTable:
+        """The paper's own table, on other data."""
+        entry = findings.paper(self.study.like)
+        assert entry is not None
+        known = {
+            name: {int(length): [value] for length, value in row.items() if value}
             for name, row in entry["rows"].items()
-            if row.get(str(at))
         }
-        title = f"Perplexity over that at {at} tokens. The paper's, {entry['where']}: {entry['what']}"
-        return LengthTable(title, ours, at, theirs, digits=3, marks_best=False)
+        values = {name: known[name] for name in self.gathered_names() if name in known}
+        return LengthTable(f"The paper's, {entry['where']}: {entry['what']}", values, entry["trained_at"])
+
+    def gathered_names(self) -> list[str]:
+        return list(dict.fromkeys(row["variant"] for row in self.gathered.rows))
 
     def _picture(self, figure: Figure) -> str:
         target = self.figures / f"{self.study.name}-{figure.name}.svg"
@@ -181,7 +196,8 @@ class Stored:
             "GPU",
             "commit",
         )
-        return f"<details><summary>The runs</summary>\n\n{markdown_table(header, lines)}\n\n</details>"
+        told = [*filter(None, [comparisons.learning(self.gathered)]), markdown_table(header, lines)]
+        return "\n\n".join(["<details><summary>The runs</summary>", *told, "</details>"])
 
     def _run(self, row: dict[str, Any]) -> list[str]:
         folders = {cell.name: cell.folder(self.folder) for cell in self.study.cells()}

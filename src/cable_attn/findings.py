@@ -63,22 +63,23 @@ def found_by_length(rows: Sequence[dict[str, Any]]) -> dict[str, dict[int, list[
     table: dict[str, dict[int, list[float]]] = {}
     for row in with_again(rows):
         for length in sorted({result["length"] for result in row.get("passkey", []) if "error" not in result}):
-            found = [result["accuracy"] for result in row["passkey"] if result["length"] == length]
+            found = [one["accuracy"] for one in row["passkey"] if one["length"] == length and "error" not in one]
             table.setdefault(row["variant"], {}).setdefault(length, []).append(100 * sum(found) / len(found))
     return table
 
 
 def found_by_distance(rows: Sequence[dict[str, Any]], trained_at: int) -> dict[str, dict[int, list[float]]]:
-    """variant → tokens → the share of pass keys found that stood up to so far back and further than half of it, in
-    texts of all lengths, for all seeds; the first column begins at the question."""
+    """variant → tokens → the share of pass keys found that stood about so far back, or down to half of it, in texts of
+    all lengths, for all seeds; the first column begins at the question. Of what reads all lengths only."""
     table: dict[str, dict[int, list[float]]] = {}
     for row in with_again(rows):
         found: dict[int, list[float]] = {}
+        if any("error" in result for result in row.get("passkey", [])):
+            continue
         for result in row.get("passkey", []):
-            if "error" not in result:
-                back = (1 - result["depth"]) * result["length"]
-                doublings = math.ceil(math.log2(max(back / trained_at, 1)))
-                found.setdefault(trained_at << doublings, []).append(result["accuracy"])
+            back = (1 - result["depth"]) * result["length"]
+            doublings = math.ceil(math.log2(max(back / trained_at, 1)))
+            found.setdefault(trained_at << doublings, []).append(result["accuracy"])
         for tokens, shares in sorted(found.items()):
             table.setdefault(row["variant"], {}).setdefault(tokens, []).append(100 * sum(shares) / len(shares))
     return table

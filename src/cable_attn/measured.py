@@ -1,25 +1,28 @@
 """Every number that is stored, by table, name and column: what claims compare and what pages say in their sentences.
 
     STUDY                             perplexity, by length
-    STUDY seeds                       deviation over seeds as % of the mean, by length
-    STUDY far                         over what it would be if nothing further back than the training length told
-                                      anything: ``ratio``
+    STUDY seeds                       deviation over seeds as % of the mean, by length; ``all``: of all together
+    STUDY context                     of tokens with LOW to HIGH before them, % above that of tokens with half of the
+                                      training length to all of it, or of the first that are read: ``LOW-HIGH``
+    STUDY gap                         loss in training above that of the variant that it is told over, in each sixth of
+                                      it: ``1`` to ``6``
     STUDY passkey                     % of pass keys found, by length
     STUDY passkey back                the same by how far back they stood, up to so many tokens
     STUDY COLLECTION                  nDCG@10, by length
-    STUDY loss                        held out at the ``end``, in training ``half`` way
+    STUDY loss                        in training ``half`` way and at the ``end``, and ``held-out`` at the end
     STUDY contrastive                 of fine-tuning, the last tenth of its curve: ``end``
     STUDY speed                       of one with ``speeds``: tokens a second in ``training``, ``reading`` and by length
     STUDY memory                      of one with ``speeds``: MiB in ``training``
     training, memory, parameters      of ``cable bench train``, by size
     decode, prefill                   of ``cable bench``, by length; numbers that stand together are of one run
-    paper ENTRY                       what the paper prints, by length
+    paper ENTRY, paper ENTRY context  what the paper prints, by length, and what follows for tokens with so many before
 
 Of several seeds it is the mean.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -73,7 +76,7 @@ def find(known: Known, table: str, wanted: Sequence[tuple[str, str]], where: str
         raise unknown(f"table in {where}", table, list(known))
     numbers = next((run for run in known[table] if all(run.has(*one) for one in wanted)), known[table][0])
     values = [_value(numbers, name, column, where) for name, column in wanted]
-    return Found(values, [numbers.form.format(value) for value in values], numbers.place)
+    return Found(values, [numbers.form.format(value).replace("-", "−") for value in values], numbers.place)
 
 
 def _value(numbers: Numbers, name: str, column: str, where: str) -> float:
@@ -86,12 +89,14 @@ def _value(numbers: Numbers, name: str, column: str, where: str) -> float:
 
 
 def _tables(stored: Path) -> Iterator[tuple[str, Numbers]]:
-    for file in sorted(stored.glob("*.toml")):
-        folder = stored / "results" / file.stem
-        if file.name != CLAIMS and folder.is_dir():
-            yield from _of_study(studies.load(str(file), checked=False), folder)
+    own = {path.stem: str(path) for path in sorted(stored.glob("*.toml")) if path.name != CLAIMS}
+    for name, file in {**{name: name for name in studies.builtin()}, **own}.items():
+        folder = stored / "results" / name
+        if folder.is_dir():
+            yield from _of_study(studies.load(file, checked=False), folder)
     for name, printed in findings.paper_numbers().items():
         yield f"paper {name}", Numbers(printed, stored, "{:g}")
+        yield f"paper {name} context", Numbers(_paper_contexts(printed), stored, "{:+.1f} %")
     speeds = stored / "results/training.jsonl"
     rows = records.latest_by_size(records.read(speeds)) if speeds.is_file() else []
     for name, key in (("training", "tokens_per_second"), ("memory", "peak_mib"), ("parameters", "parameters")):
@@ -117,9 +122,14 @@ def _of_study(study: studies.Study, folder: Path) -> Iterator[tuple[str, Numbers
     if perplexities := findings.by_variant(rows):
         yield study.name, Numbers(_by_length(perplexities), folder)
         yield f"{study.name} seeds", Numbers(_deviations(perplexities), folder, "{:.1f} %")
-    yield from _of_long_texts(study.name, rows, folder)
-    losses = [(row["variant"], "end", row["training"].get("eval_loss")) for row in rows]
-    losses += [(row["variant"], "half", _half_way(row["training"].get("curve"))) for row in rows]
+    yield from _of_long_texts(summary.Gathered(study.name, rows, {}, {}, against=study.against), folder)
+    losses = [(row["variant"], "held-out", row["training"].get("eval_loss")) for row in rows]
+    for row in rows:
+        if curve := row["training"].get("curve"):
+            losses += [
+                (row["variant"], "half", _end(curve[: max(len(curve) // 2, 1)])),
+                (row["variant"], "end", _end(curve)),
+            ]
     yield f"{study.name} loss", Numbers(_means(losses), folder, "{:.3f}")
     if study.speeds:
         told = [(row["variant"], what, value) for row in findings.with_again(rows) for what, value in _speeds(row)]
@@ -136,11 +146,16 @@ def _of_study(study: studies.Study, folder: Path) -> Iterator[tuple[str, Numbers
         )
 
 
-def _of_long_texts(name: str, rows: list[dict[str, Any]], folder: Path) -> Iterator[tuple[str, Numbers]]:
-    gathered = summary.Gathered(name, rows, {}, {})
-    far = {variant: {"ratio": ratio} for variant, (_, (ratio, _, _)) in comparisons.far_ratios(gathered).items()}
-    if far:
-        yield f"{name} far", Numbers(far, folder, "{:.3f}")
+def _of_long_texts(gathered: summary.Gathered, folder: Path) -> Iterator[tuple[str, Numbers]]:
+    name, rows = gathered.title, gathered.rows
+    contexts = {
+        variant: {f"{low}-{high}": 100 * (ratio - 1) for (low, high), (ratio, _, _) in own.items()}
+        for variant, own in comparisons.by_context(gathered).items()
+    }
+    yield f"{name} context", Numbers(contexts, folder, "{:+.1f} %")
+    gaps = comparisons.training_gaps(gathered)
+    shares = {variant: {str(n): gap for n, gap in enumerate(own, 1)} for variant, own in gaps.items()}
+    yield f"{name} gap", Numbers(shares, folder, "{:.3f}")
     if found := findings.found_by_length(rows):
         yield f"{name} passkey", Numbers(_by_length(found), folder, "{:.0f} %")
     if found and gathered.trained_at is not None:
@@ -148,17 +163,35 @@ def _of_long_texts(name: str, rows: list[dict[str, Any]], folder: Path) -> Itera
         yield f"{name} passkey back", Numbers(_by_length(back), folder, "{:.0f} %")
 
 
+def _paper_contexts(printed: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    near = (512, 1024)
+    return {
+        name: {
+            f"{low}-{high}": 100 * (ratio - 1) for (low, high), ratio in comparisons.paper_contexts(row, near).items()
+        }
+        for name, row in printed.items()
+        if all(column.isdigit() for column in row)
+    }
+
+
 def _by_length(found: Mapping[str, Mapping[int, list[float]]]) -> dict[str, dict[str, float]]:
     return {name: {str(n): statistics.mean(seeds) for n, seeds in row.items()} for name, row in found.items()}
 
 
 def _deviations(found: Mapping[str, Mapping[int, list[float]]]) -> dict[str, dict[str, float]]:
-    return {
+    told = {
         name: {
-            str(n): 100 * statistics.stdev(seeds) / statistics.mean(seeds) for n, seeds in row.items() if len(seeds) > 1
+            str(n): 100 * statistics.stdev(seeds) / statistics.mean(seeds)
+            for n, seeds in row.items()
+            if len(seeds) > 1 and all(map(math.isfinite, seeds))
         }
         for name, row in found.items()
     }
+    squares: dict[str, list[float]] = {}
+    for row in told.values():
+        for length, deviation in row.items():
+            squares.setdefault(length, []).append(deviation**2)
+    return {**told, "all": {length: math.sqrt(statistics.mean(own)) for length, own in squares.items()}}
 
 
 def _means(found: list[tuple[str, str, float | None]]) -> dict[str, dict[str, float]]:
@@ -179,10 +212,6 @@ def _speeds(row: dict[str, Any]) -> Iterator[tuple[str, float | None]]:
     for result in row["results"]:
         if result.get("seconds"):
             yield str(result["length"]), result["tokens"] / result["seconds"]
-
-
-def _half_way(curve: list[tuple[int, float]] | None) -> float | None:
-    return _end(curve[: max(len(curve) // 2, 1)]) if curve else None
 
 
 def _end(curve: list[tuple[int, float]]) -> float:

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
-from cable_attn.errors import CableError
+from cable_attn.errors import CableError, reason
 from cable_attn.evaluation import output_head, precision, require_positions
 
 COLOURS = ("red", "green", "blue", "white", "black", "yellow", "purple", "brown", "silver", "golden")
@@ -135,15 +135,21 @@ def measure(
     samples: int = 10,
     seed: int = 0,
     watch: Callable[[int, int], None] | None = None,
+    known: Sequence[dict[str, Any]] = (),
+    keep: Callable[[list[dict[str, Any]]], None] | None = None,
 ) -> list[dict[str, Any]]:
     """For each length and depth the share of texts whose whole answer the model would write (greedily).
 
-    A length that cannot be read gives a row that says why.
+    A length that cannot be read gives a row that says why. ``keep(rows)`` hears of the rows so far after each length;
+    ``known``: those that an earlier call has kept.
     """
     model.eval()
     head = output_head(model)
     rows: list[dict[str, Any]] = []
     for length in lengths:
+        if before := [row for row in known if row["length"] == length and "error" not in row]:
+            rows += before
+            continue
         try:
             require_positions(model, length)
             for depth in depths:
@@ -156,8 +162,12 @@ def measure(
                     if watch is not None:
                         watch(length, length)
                 rows.append({"length": length, "depth": depth, "accuracy": right / samples, "samples": samples})
-        except CableError as error:  # too short for the text, or longer than a table of learned positions
-            rows.append({"length": length, "error": str(error)})
+        except (CableError, torch.OutOfMemoryError) as error:  # too short for the text, past a table, out of memory
+            rows = [row for row in rows if row["length"] != length]
+            rows.append({"length": length, "error": str(error) if isinstance(error, CableError) else reason(error)})
+            continue
+        if keep is not None:
+            keep(rows)
     return rows
 
 

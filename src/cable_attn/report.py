@@ -44,10 +44,12 @@ FAMILIES = {
 OTHERS = (("#8B5A2B", "o"), ("#F0C000", "h"), ("#7A5195", "H"))
 """When none of these is left."""
 LINES = ("-", "--", ":", "-.")
+MARKERS = ("1", "2", "3", "4", "+", "x")
+"""For what has the same colour and line."""
 MARKED = 0.12
 """Share of a line from one of its marks to the next."""
 NOTE: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8, "color": "0.4"}
-WORST = 2.0
+WORST = 1.3
 """Perplexities past so many times the lowest leave a figure, so that those of close rivals can be told apart."""
 BEGINNING = 0.1
 """The share of a training whose losses leave a figure, for the same reason: they are far above all later ones."""
@@ -279,13 +281,15 @@ def _looks(names: Collection[str]) -> dict[str, dict[str, str]]:
     left = [look for family, look in FAMILIES.items() if not any(_is_of(family, name) for name in names)]
     spare = itertools.chain(left, itertools.cycle(OTHERS))
     families, looks = dict(FAMILIES), dict[str, dict[str, str]]()
-    drawn: dict[str, int] = {}
+    drawn: dict[tuple[str, str], int] = {}
     for name in names:
         of = [family for family in families if _is_of(family, name)]
-        family = max(of, key=len) if of else name
-        colour, marker = families[family] if of else families.setdefault(name, next(spare))
-        looks[name] = {"color": colour, "marker": marker, "linestyle": LINES[drawn.get(family, 0) % len(LINES)]}
-        drawn[family] = drawn.get(family, 0) + 1
+        look = families[max(of, key=len)] if of else families.setdefault(name, next(spare))
+        before = drawn[look] = drawn.get(look, -1) + 1
+        colour, marker = look
+        if before >= len(LINES):
+            marker = MARKERS[before // len(LINES) % len(MARKERS)]
+        looks[name] = {"color": colour, "marker": marker, "linestyle": LINES[before % len(LINES)]}
     return looks
 
 

@@ -49,6 +49,12 @@ class Gathered:
     """BM25's numbers for each collection."""
     against: Mapping[str, str] = field(default_factory=dict)
     """Variant → the one that its perplexity is told over; default: of all over the first."""
+    like: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
+    """The paper's numbers on other data."""
+
+    @property
+    def paper_rows(self) -> Mapping[str, Mapping[str, float | None]]:
+        return self.paper or self.like
 
     @property
     def trained_at(self) -> int | None:
@@ -105,8 +111,9 @@ def length_tables(gathered: Gathered) -> dict[str, LengthTable]:
         tables["passkey"] = LengthTable(title, found, gathered.trained_at, digits=1, lower_is_better=False)
     if found and gathered.trained_at is not None:
         back = findings.found_by_distance(gathered.rows, gathered.trained_at)
-        title = "Pass keys found, %, by how far back they stood: up to so many tokens, and more than the column before"
-        tables["passkey-back"] = LengthTable(title, back, gathered.trained_at, digits=1, lower_is_better=False)
+        title = "Pass keys found, %, by how far back they stood: up to so many tokens, and more than half as many"
+        if back:
+            tables["passkey-back"] = LengthTable(title, back, gathered.trained_at, digits=1, lower_is_better=False)
     return tables
 
 
@@ -115,7 +122,7 @@ def figures(gathered: Gathered) -> list[Figure]:
     told = []
     values = findings.by_variant(gathered.rows)
     if values:
-        caption = f"Perplexity against length, up to {WORST:g} times the lowest"
+        caption = f"Perplexity against length, up to {WORST:g} times the lowest; the legend tells how far others go"
         if any(len(seeds) > 1 for row in values.values() for seeds in row.values()):
             caption += "; bands are deviations over seeds"
         told.append(Figure("perplexity", caption, perplexity_figure, (values, gathered.trained_at)))

@@ -46,7 +46,6 @@ class LengthTable:
     paper: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
     digits: int = 2
     lower_is_better: bool = True
-    marks_best: bool = True
     beside: Collection[str] = ()
     """Names that stand for comparison and never as the best."""
 
@@ -61,7 +60,7 @@ class LengthTable:
 
     @property
     def _compares(self) -> bool:
-        return self.marks_best and len(self.values) > 1
+        return len(self.values) > 1
 
     def is_best(self, name: str, length: int) -> bool:
         """Also one that is told by the same digits."""

@@ -28,6 +28,7 @@ class TokenWindows(Dataset):
         return len(self.tokens) // self.length
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
+        _leave_signals_to_the_run()
         start = index * self.length
         ids = torch.from_numpy(self.tokens.slice(start, start + self.length))
         sample = {"input_ids": ids, "labels": ids}
@@ -39,6 +40,13 @@ class TokenWindows(Dataset):
         return sample
 
 
+def _leave_signals_to_the_run() -> None:
+    """A worker that is ended while the run saves, or tests itself, would take the run along."""
+    if get_worker_info() is not None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+
+
 class Order(Dataset):
     """All samples of a run in their order: epoch after epoch, each window once an epoch, shuffled by the seed.
 
@@ -48,7 +56,6 @@ class Order(Dataset):
     def __init__(self, windows: Dataset, seed: int, samples: int):
         self.windows, self.seed, self.samples = windows, seed, samples
         self._epoch, self._permutation = -1, np.zeros(0, np.int64)
-        self._ignores_signals = False
 
     def __len__(self) -> int:
         return self.samples
@@ -62,10 +69,6 @@ class Order(Dataset):
         return int(self._permutation[place])
 
     def __getitem__(self, place: int) -> dict[str, Tensor]:
-        if get_worker_info() is not None and not self._ignores_signals:
-            for number in (signal.SIGTERM, signal.SIGINT):  # the run decides when to stop, not its workers
-                signal.signal(number, signal.SIG_IGN)
-            self._ignores_signals = True
         return self.windows[self.window(place)]
 
 
