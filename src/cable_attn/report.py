@@ -51,10 +51,14 @@ MARKED = 0.12
 NOTE: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8, "color": "0.4"}
 WORST = 1.3
 """Perplexities past so many times the lowest leave a figure, so that those of close rivals can be told apart."""
+CLOSE = 1.2
+"""A rival is close whose perplexity over all of a text is at most so many times the lowest."""
 BEGINNING = 0.1
 """The share of a training whose losses leave a figure, for the same reason: they are far above all later ones."""
 FEWEST_PLACES = 16
 """That a point of a figure is the mean of: a text has few first places, and their losses are noisy."""
+MOST_POINTS = 100
+"""Of a curve of losses: of more the means of neighbours are drawn, which hide no rival behind their noise."""
 
 MOST_PANELS = 3
 """Beside each other."""
@@ -215,6 +219,7 @@ def loss_figure(
     curves: Curves, stem: Path, what: str = "training loss", along: str = "tokens seen in training"
 ) -> list[Path]:
     """Loss against tokens seen, a line for each name, as PNG, SVG and PDF."""
+    curves = {name: _averaged(curve) for name, curve in curves.items()}
     figure, axes = _lines(curves, what, along)
     later = [loss for curve in curves.values() for n, loss in curve if n >= BEGINNING * curve[-1][0]]
     if later and max(later) > min(later):
@@ -226,13 +231,20 @@ def loss_figure(
     return save(figure, stem)
 
 
+def _averaged(curve: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """(the last of a few neighbours, the mean of their losses)."""
+    few = math.ceil(len(curve) / MOST_POINTS)
+    groups = [curve[n : n + few] for n in range(0, len(curve), max(few, 1))]
+    return [(group[-1][0], statistics.fmean(loss for _, loss in group)) for group in groups]
+
+
 def place_figure(curves: Curves, trained_at: int | None, stem: Path) -> list[Path]:
     """Loss at each place of a long text, a line for each name, as PNG, SVG and PDF."""
     curves = {name: [(n, loss) for n, loss in curve if math.isfinite(loss)] for name, curve in curves.items()}
     curves = {name: _joined(curve) for name, curve in curves.items() if curve}
     losses = {name: [loss for _, loss in curve] for name, curve in curves.items()}
     values = [loss for own in losses.values() for loss in own]
-    top = min(values, default=0.0) + math.log(WORST)
+    top = max([min(values, default=0.0) + math.log(WORST), *_of_close_rivals(curves, trained_at or 0)])
     labels = {name: _labelled(name, losses[name], top, ".1f") for name in curves}
     figure, axes = _lines(curves, "loss on held-out text", "place in the text, tokens", labels)
     _mark_training(axes, trained_at)
@@ -241,6 +253,13 @@ def place_figure(curves: Curves, trained_at: int | None, stem: Path) -> list[Pat
     if values:
         axes.set_ylim(min(values) - 0.05, max(value for value in values if value <= top) + 0.05)
     return save(figure, stem)
+
+
+def _of_close_rivals(curves: Curves, trained_at: int) -> list[float]:
+    """Their losses from an eighth of the training length on, which a figure must show whole."""
+    means = {name: statistics.fmean(loss for _, loss in curve) for name, curve in curves.items()}
+    close = [name for name, mean in means.items() if mean <= min(means.values()) + math.log(CLOSE)]
+    return [loss for name in close for place, loss in curves[name] if place >= trained_at / 8]
 
 
 def _joined(curve: list[tuple[int, float]]) -> list[tuple[int, float]]:

@@ -16,7 +16,7 @@ from cable_attn import recipe as recipes
 from cable_attn.cells import EVALUATION, FAILURE, baseline, training_record
 from cable_attn.errors import CableError
 from cable_attn.files import read_json, write_atomically
-from cable_attn.report import WORST, Curves, loss_figure, passkey_figure, perplexity_figure, place_figure
+from cable_attn.report import MOST_POINTS, WORST, Curves, loss_figure, passkey_figure, perplexity_figure, place_figure
 from cable_attn.tables import LengthTable
 
 FILE = "report.html"
@@ -137,17 +137,21 @@ def figures(gathered: Gathered) -> list[Figure]:
     trained = {row["cell"]: row for row in reversed(rows)}
     curves = {name: row["training"]["curve"] for name, row in reversed(trained.items()) if row["training"].get("curve")}
     if curves:
-        told.append(Figure("loss", "Loss in training, the first seed's", loss_figure, (curves,)))
+        told.append(Figure("loss", f"Loss in training, the first seed's{_averages(curves)}", loss_figure, (curves,)))
     tuned = {row["cell"]: row["fine_tuning"]["curve"] for row in rows if "fine_tuning" in row}
     if tuned:
         labels = ("contrastive loss", "queries seen in fine-tuning")
-        told.append(Figure("contrastive", "Loss in fine-tuning", loss_figure, (tuned,), labels))
+        told.append(Figure("contrastive", f"Loss in fine-tuning{_averages(tuned)}", loss_figure, (tuned,), labels))
     found = {
         row["variant"]: row["passkey"] for row in rows if any("error" not in one for one in row.get("passkey", []))
     }
     if found:
         told.append(Figure("passkey", "Pass keys found, by length and depth", passkey_figure, (found,)))
     return told
+
+
+def _averages(curves: Curves) -> str:
+    return "; each point is a mean of several" if any(len(curve) > MOST_POINTS for curve in curves.values()) else ""
 
 
 def mean_perplexities(rows: Sequence[dict[str, Any]]) -> dict[str, dict[int, float]]:
