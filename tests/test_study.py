@@ -600,12 +600,13 @@ def test_figures_of_losses_show_what_is_told_apart(monkeypatch, tmp_path):
     )
     report.loss_figure({"cable": [(1, 11.0), (20, 4.0), (100, 3.0)], "rope": [(1, 12.0), (100, 3.1)]}, tmp_path / "x")
     report.loss_figure({"cable": [(n, 3.0 + n % 3) for n in range(1, 300)]}, tmp_path / "x")
-    close = {"cable": [(64, 3.0), (512, 3.3), (4096, 2.9)], "alibi": [(64, 3.0), (512, 3.4), (4096, 3.0)]}
+    close = {"cable": [(24, 9.0), (64, 3.0), (512, 3.3), (4096, 2.9)], "alibi": [(64, 3.0), (512, 3.4), (4096, 3.0)]}
     report.place_figure({**close, "rope": [(64, 3.0), (512, 5.0), (4096, 5.0)]}, 256, tmp_path / "x")
     assert drawn[0].lines[0].get_xydata().tolist() == [[16, 57 / 16], [36, (4 * 2.5 + 12 * 2 + 4) / 20]]
     assert 4.0 < drawn[1].get_ylim()[1] < 4.2
     assert drawn[2].lines[0].get_xydata().tolist() == [[n, 4.0] for n in range(3, 300, 3)] + [[299, 4.5]]
     assert 3.4 < drawn[3].get_ylim()[1] < 3.5, "all of close rivals is shown, past 1.3 times the lowest too"
+    assert [line.get_label() for line in drawn[3].lines[:3]] == ["cable", "alibi", "rope (3.0 to 5.0)"]
 
 
 def test_lengths_beside_each_other_can_be_read(monkeypatch, tmp_path):

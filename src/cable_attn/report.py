@@ -242,10 +242,11 @@ def place_figure(curves: Curves, trained_at: int | None, stem: Path) -> list[Pat
     """Loss at each place of a long text, a line for each name, as PNG, SVG and PDF."""
     curves = {name: [(n, loss) for n, loss in curve if math.isfinite(loss)] for name, curve in curves.items()}
     curves = {name: _joined(curve) for name, curve in curves.items() if curve}
-    losses = {name: [loss for _, loss in curve] for name, curve in curves.items()}
-    values = [loss for own in losses.values() for loss in own]
-    top = max([min(values, default=0.0) + math.log(WORST), *_of_close_rivals(curves, trained_at or 0)])
-    labels = {name: _labelled(name, losses[name], top, ".1f") for name in curves}
+    values = [loss for curve in curves.values() for _, loss in curve]
+    behind = {name: _behind_the_beginning(curve, trained_at or 0) for name, curve in curves.items()}
+    close = _close_rivals(curves)
+    top = max([min(values, default=0.0) + math.log(WORST), *(loss for name in close for loss in behind[name])])
+    labels = {name: _labelled(name, behind[name], top, ".1f") for name in curves}
     figure, axes = _lines(curves, "loss on held-out text", "place in the text, tokens", labels)
     _mark_training(axes, trained_at)
     axes.set_xscale("log", base=2)
@@ -255,11 +256,15 @@ def place_figure(curves: Curves, trained_at: int | None, stem: Path) -> list[Pat
     return save(figure, stem)
 
 
-def _of_close_rivals(curves: Curves, trained_at: int) -> list[float]:
-    """Their losses from an eighth of the training length on, which a figure must show whole."""
+def _behind_the_beginning(curve: list[tuple[int, float]], trained_at: int) -> list[float]:
+    """The losses from an eighth of the training length on: before, all are high, and nobody asks for them."""
+    return [loss for place, loss in curve if place >= trained_at / 8] or [loss for _, loss in curve]
+
+
+def _close_rivals(curves: Curves) -> list[str]:
+    """Which a figure must show whole, but for the beginning."""
     means = {name: statistics.fmean(loss for _, loss in curve) for name, curve in curves.items()}
-    close = [name for name, mean in means.items() if mean <= min(means.values()) + math.log(CLOSE)]
-    return [loss for name in close for place, loss in curves[name] if place >= trained_at / 8]
+    return [name for name, mean in means.items() if mean <= min(means.values()) + math.log(CLOSE)]
 
 
 def _joined(curve: list[tuple[int, float]]) -> list[tuple[int, float]]:
