@@ -74,6 +74,18 @@ def test_a_recipe_is_read_as_it_was_written(tmp_path, path, overrides):
     assert recipe.load(str(tmp_path / "again.toml")) == found
 
 
+def test_the_steps_of_the_paper_are_its_epochs():
+    tokens = {"wikitext103": 118e6, "fineweb-edu": 10e9}  # of GPT-2, in the training sets
+    for size, corpus, epochs in (
+        ("tiny", "wikitext103", 10),
+        ("small", "wikitext103", 5),
+        ("medium", "wikitext103", 3),
+        ("tiny", "fineweb-edu", 1),
+    ):
+        train = recipe.load(f"gpt2-{size}-{corpus}").train
+        assert train.steps * train.tokens_per_update / tokens[corpus] == pytest.approx(epochs, rel=0.15)
+
+
 @pytest.mark.parametrize("name", recipe.builtin())
 def test_recipes_of_the_package_are_whole(name, tmp_path):
     found = recipe.load(name)

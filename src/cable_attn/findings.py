@@ -73,16 +73,28 @@ def found_by_distance(rows: Sequence[dict[str, Any]], trained_at: int) -> dict[s
     all lengths, for all seeds; the first column begins at the question. Of what reads all lengths only."""
     table: dict[str, dict[int, list[float]]] = {}
     for row in with_again(rows):
-        found: dict[int, list[float]] = {}
-        if any("error" in result for result in row.get("passkey", [])):
-            continue
-        for result in row.get("passkey", []):
-            back = (1 - result["depth"]) * result["length"]
-            doublings = math.ceil(math.log2(max(back / trained_at, 1)))
-            found.setdefault(trained_at << doublings, []).append(result["accuracy"])
-        for tokens, shares in sorted(found.items()):
-            table.setdefault(row["variant"], {}).setdefault(tokens, []).append(100 * sum(shares) / len(shares))
+        for tokens, results in _by_distance(row, trained_at).items():
+            share = 100 * sum(one["accuracy"] for one in results) / len(results)
+            table.setdefault(row["variant"], {}).setdefault(tokens, []).append(share)
     return table
+
+
+def texts_by_distance(rows: Sequence[dict[str, Any]], trained_at: int) -> dict[int, int]:
+    """tokens → in how many texts ``found_by_distance`` looked, with each seed."""
+    asked = [_by_distance(row, trained_at) for row in rows]
+    return {tokens: sum(one["samples"] for one in results) for own in asked for tokens, results in own.items()}
+
+
+def _by_distance(row: dict[str, Any], trained_at: int) -> dict[int, list[dict[str, Any]]]:
+    found: dict[int, list[dict[str, Any]]] = {}
+    results = row.get("passkey", [])
+    if any("error" in result for result in results):
+        return {}
+    for result in results:
+        back = (1 - result["depth"]) * result["length"]
+        doublings = math.ceil(math.log2(max(back / trained_at, 1)))
+        found.setdefault(trained_at << doublings, []).append(result)
+    return dict(sorted(found.items()))
 
 
 def paper(entry: str) -> dict[str, Any] | None:

@@ -96,7 +96,7 @@ def _tables(stored: Path) -> Iterator[tuple[str, Numbers]]:
             yield from _of_study(studies.load(file, checked=False), folder)
     for name, printed in findings.paper_numbers().items():
         yield f"paper {name}", Numbers(printed, stored, "{:g}")
-        yield f"paper {name} context", Numbers(_paper_contexts(printed), stored, "{:+.1f} %")
+        yield f"paper {name} context", Numbers(_paper_contexts(printed), stored, "{:+z.1f} %")
     speeds = stored / "results/training.jsonl"
     rows = records.latest_by_size(records.read(speeds)) if speeds.is_file() else []
     for name, key in (("training", "tokens_per_second"), ("memory", "peak_mib"), ("parameters", "parameters")):
@@ -152,7 +152,7 @@ def _of_long_texts(gathered: summary.Gathered, folder: Path) -> Iterator[tuple[s
         variant: {f"{low}-{high}": 100 * (ratio - 1) for (low, high), (ratio, _, _) in own.items()}
         for variant, own in comparisons.by_context(gathered).items()
     }
-    yield f"{name} context", Numbers(contexts, folder, "{:+.1f} %")
+    yield f"{name} context", Numbers(contexts, folder, "{:+z.1f} %")
     gaps = comparisons.training_gaps(gathered)
     shares = {variant: {str(n): gap for n, gap in enumerate(own, 1)} for variant, own in gaps.items()}
     yield f"{name} gap", Numbers(shares, folder, "{:.3f}")

@@ -113,7 +113,11 @@ def length_tables(gathered: Gathered) -> dict[str, LengthTable]:
         back = findings.found_by_distance(gathered.rows, gathered.trained_at)
         title = "Pass keys found, %, by how far back they stood: up to so many tokens, and more than half as many"
         if back:
-            tables["passkey-back"] = LengthTable(title, back, gathered.trained_at, digits=1, lower_is_better=False)
+            texts = findings.texts_by_distance(gathered.rows, gathered.trained_at)
+            note = f"Of {', '.join(map(str, texts.values()))} texts."
+            tables["passkey-back"] = LengthTable(
+                title, back, gathered.trained_at, digits=1, lower_is_better=False, note=note
+            )
     return tables
 
 

@@ -48,6 +48,8 @@ class LengthTable:
     lower_is_better: bool = True
     beside: Collection[str] = ()
     """Names that stand for comparison and never as the best."""
+    note: str = ""
+    """Ends the caption."""
 
     @property
     def lengths(self) -> list[int]:
@@ -94,7 +96,7 @@ class LengthTable:
             )
         if self.paper:
             told += " In brackets the paper's number and our difference to it."
-        return told
+        return f"{told} {self.note}".rstrip()
 
     def rich(self) -> Table:
         table = Table(title=self.title, caption=self.caption)
