@@ -18,6 +18,7 @@ from cable_attn.evaluation import (
     HeldOut,
     Tally,
     comparable,
+    drawn_anew,
     evaluate,
     from_texts,
     measure,
@@ -160,6 +161,17 @@ def test_a_sliding_window_equals_its_definition(gpt2):
     assert row["tokens"] == 60 and row["loss"] == pytest.approx(total / 60, rel=1e-5)
 
 
+def test_a_sliding_window_tells_only_the_places_that_count():
+    tally = Tally(held_out(np.arange(9)), 4)
+    tally.add(np.array([1.0, 2.0, 3.0, 4.0]), 0, 0)
+    tally.add(np.array([9.0, 9.0, 5.0, 6.0]), 2, 2)
+    assert tally.place_sums.tolist() == [1.0, 2.0, 8.0, 10.0] and tally.loss == 21 / 6
+
+
+def test_the_worst_perplexity_is_infinite():
+    assert evaluation_module.perplexity(1000.0) == math.inf
+
+
 def test_losses_by_document_and_place(gpt2):
     """Against plain sums; documents that differ give an interval around the perplexity."""
     tokens = np.random.default_rng(1).integers(0, 97, 41)
@@ -174,6 +186,7 @@ def test_losses_by_document_and_place(gpt2):
     assert tally.counts.tolist() == [10, 14, 16]
     low, high = tally.interval()
     assert low < math.exp(losses.mean()) < high
+    assert drawn_anew(np.array([10.0, 60.0]), np.array([10, 20])) == pytest.approx((math.e, math.exp(3)))
     assert measure(gpt2, held_out(tokens), 8).interval() is None
     assert tally.by_place()[-1] == (8, pytest.approx(losses.reshape(5, 8)[:, 7].mean()))
     assert [count for count, _ in tally.by_document()] == [10, 14, 16]

@@ -449,7 +449,7 @@ def stored(tmp_path) -> Path:
             "cell": f"{variant}-0", "variant": variant, "seed": 0, "settings": {"recipe": asdict(chosen)},
             "training": {"loss": 3.25 - n, "tokens": 4096, "curve": [[512, 5.0], [4096, 3.25 - n]]},
             "results": [{"length": 128, "perplexity": 40.5 - n}, {"length": 512, "perplexity": 39.25 - n}],
-            "passkey": [{"length": 128, "depth": 0.5, "accuracy": 0.75}], "commit": "abc", "gpu": None,
+            "passkey": [{"length": 128, "depth": 0.5, "accuracy": 0.75, "samples": 4}], "commit": "abc", "gpu": None,
             "python": "3.12", "versions": {"torch": "2.13"}, "checkpoint_sha256": "f" * 64,
         }  # fmt: skip
         (folder / row["cell"]).mkdir(parents=True)

@@ -155,6 +155,15 @@ def test_accumulation_gives_the_losses_of_the_whole_batch(shards, tmp_path):
     assert one == pytest.approx(two, abs=1e-5)
 
 
+@pytest.mark.parametrize("name", ["gpt-embedded", "bert-embedded"])
+def test_how_often_it_is_evaluated_touches_no_loss(shards, tmp_path, name):
+    for every in (1, 100):
+        settings = [*TINY, "overrides.hidden_dropout=0.5", f"path={shards}", "steps=4", f"eval_every={every}"]
+        chosen = recipe.load(name, settings)
+        pretraining.run(chosen, tmp_path / str(every))
+    assert metrics(tmp_path / "1") == metrics(tmp_path / "100")
+
+
 def test_an_encoding_may_learn_at_a_rate_of_its_own(shards, tmp_path):
     weights = {}
     for rate in (0, 0.5):

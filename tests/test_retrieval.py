@@ -166,6 +166,16 @@ def test_few_queries_with_many_negatives_train_all_their_steps(bert, tmp_path):
     assert not (tmp_path / "more").exists()
 
 
+def test_a_batch_that_one_order_does_not_give_is_looked_for_in_others():
+    """Eight fit together if the one that stands against all others is passed over first."""
+    others = [training.Triplet(f"q{n}", f"p{n}") for n in range(8)]
+    alone = training.Triplet("q", "p", tuple(other.positive for other in others))
+    for epoch in range(20):
+        sampler = training.NoRepeats([*others, alone], 8, negatives=8, seed=0)
+        sampler.set_epoch(epoch)
+        assert set(list(sampler)[:8]) == set(range(8))
+
+
 def test_a_query_without_a_hard_negative_gets_one_of_its_batch():
     read = []
     batch = [training.Triplet("a", "b", ("c", "d")), training.Triplet("e", "f"), training.Triplet("g", "h", ("i",))]
@@ -351,15 +361,29 @@ def test_an_encoder_that_cannot_be_loaded_leaves_nothing_behind(embedded, tmp_pa
     assert not (tmp_path / "out").exists()
 
 
-def test_a_cut_off_fine_tuning_goes_on_and_ends_the_same(bert, embedded, tmp_path):
+def test_another_fine_tuning_is_never_taken_for_the_one_that_was_asked_for(bert, embedded, tmp_path):
+    asked = cell.Retrieval(
+        triplets=str(embedded / "triplets.jsonl"), collections=[str(embedded)], limit=8, batch_size=4, max_length=16
+    )
+    told = cell.run(bert, tmp_path, asked, [16], 0)
+    again = cell.run(bert, tmp_path, asked, [16], 0)
+    assert told["fine_tuning"] == again["fine_tuning"] and told["fine_tuning"]["triplets"] == 8
+    with pytest.raises(CableError, match="holds the fine-tuning of other settings: triplets_sha256 was"):
+        cell.run(bert, tmp_path, dataclasses.replace(asked, limit=12), [16], 0)
+
+
+def test_a_cut_off_fine_tuning_goes_on_and_ends_the_same(bert, embedded, tmp_path, monkeypatch):
     settings = training.Settings(batch_size=8, learning_rate=1e-3, max_length=32, save_every=2, cached_batch=4)
+
+    def cut_off():
+        raise KeyboardInterrupt
 
     def run(folder, resume=False, cut=None):
         def watch(step, loss):
             if step == cut == 2:  # the step in hand is still done
                 signal.raise_signal(signal.SIGTERM)
             elif step == cut:
-                raise KeyboardInterrupt
+                cut_off()
 
         triplets = training.read_triplets(str(embedded / "triplets.jsonl"), 48)
         training.train(str(bert), triplets, folder, settings, resume, watch)
@@ -375,7 +399,12 @@ def test_a_cut_off_fine_tuning_goes_on_and_ends_the_same(bert, embedded, tmp_pat
     right, settings = settings, dataclasses.replace(settings, learning_rate=1e-2)
     with pytest.raises(CableError, match=r"other settings: learning_rate was 0.001 and is 0.01\."):
         run(tmp_path / "cut", resume=True)
-    settings = right
+    settings, move = right, shutil.move
+    monkeypatch.setattr(shutil, "move", lambda path, to: move(path, to) if to.name != "modules.json" else cut_off())
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "cut", resume=True)
+    assert (tmp_path / "cut/config.json").exists()
+    monkeypatch.undo()
     run(tmp_path / "cut", resume=True)
     a, b = (SentenceTransformer(str(tmp_path / name)).encode("a text") for name in ("whole", "cut"))
     assert np.allclose(a, b, atol=1e-6)

@@ -276,11 +276,68 @@ def test_results_of_other_tokens_never_mix(file, shards, tmp_path):
     file.write_text(file.read_text().replace(str(shards), str(own)))
     small = study.load(str(file), ["steps=2"])
     assert cells.run(small, tmp_path / "out", only=["cable"]) == {}
-    manifest = json.loads((own / "manifest.json").read_text())
-    (own / "manifest.json").write_text(json.dumps({**manifest, "made": "anew"}))
-    with pytest.raises(CableError, match="has changed since cable-0 was read"):
+    made_anew(own)
+    with pytest.raises(CableError, match="has changed since cable-0 was trained"):
         cells.run(small, tmp_path / "out", only=["alibi"])
     assert not (tmp_path / "out/alibi-0").exists()
+
+
+@pytest.mark.parametrize("what", ["trained", "read"])
+def test_every_cell_is_trained_and_read_on_the_same_tokens(what, file, shards, tmp_path):
+    own = {name: shutil.copytree(shards, tmp_path / name) for name in ("trained", "read")}
+    text = file.read_text().replace(str(shards), str(own["trained"]))
+    file.write_text(text.replace("tokens = 2000", f'tokens = 2000\npath = "{own["read"]}"'))
+    small = study.load(str(file), ["steps=2"])
+    assert cells.run(small, tmp_path / "out", only=["cable"]) == {}
+    made_anew(own[what])
+    with pytest.raises(CableError, match=f"{what}' has changed since cable-0 was {what}"):
+        cells.run(small, tmp_path / "out", only=["alibi"])
+
+
+def made_anew(shards: Path) -> None:
+    manifest = json.loads((shards / "manifest.json").read_text())
+    (shards / "manifest.json").write_text(json.dumps({**manifest, "made": "anew"}))
+
+
+def test_a_model_never_reads_the_tokens_of_another_tokenizer(file, shards, tmp_path):
+    """Of the same size, in the folder that its own were in."""
+    own = shutil.copytree(shards, tmp_path / "tokens")
+    file.write_text(file.read_text().replace(str(shards), str(own)))
+    small = study.load(str(file), ["steps=2"])
+    assert cells.run(small, tmp_path / "out", only=["cable"]) == {}
+    (tmp_path / "out/cable-0/evaluation.json").unlink()
+    tokenizer = json.loads((own / "tokenizer/tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    one, other = list(vocabulary)[-2:]
+    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    (own / "tokenizer/tokenizer.json").write_text(json.dumps(tokenizer))
+    told = cells.run(small, tmp_path / "out", only=["cable"])
+    assert "made with another tokenizer than the model's. Prepare them with --tokenizer" in told["cable-0"]
+
+
+def test_what_did_not_fit_into_memory_is_no_result_and_is_read_the_next_time(file, tmp_path, monkeypatch):
+    small, real, read = study.load(str(file), ["steps=2"]), evaluation.measure, []
+
+    def measure(model, text, length, *rest):
+        read.append(length)
+        if read == [16, 64]:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return real(model, text, length, *rest)
+
+    monkeypatch.setattr(evaluation, "measure", measure)
+    told = cells.run(small, tmp_path / "out", only=["cable"])
+    assert "64 tokens at once did not fit into memory" in told["cable-0"]
+    assert not (tmp_path / "out/cable-0/evaluation.json").exists()
+    assert cells.run(small, tmp_path / "out", only=["cable"]) == {} and read == [16, 64, 64]
+    [row] = cells.results(small, tmp_path / "out")
+    assert [found["length"] for found in row["results"] if found["perplexity"] > 1] == [16, 64]
+
+
+def test_a_failure_that_nobody_thought_of_is_kept_with_where_it_was(file, tmp_path, monkeypatch):
+    monkeypatch.setattr(cells, "find_held_out", lambda *rest: 1 / 0)
+    told = cells.run(study.load(str(file), ["steps=2"]), tmp_path, only=["cable"])
+    assert told["cable-0"] == "ZeroDivisionError: division by zero" == summary.failures(tmp_path)["cable-0"]
+    assert "test_study.py" in (tmp_path / "cable-0/failure.txt").read_text()
 
 
 @pytest.mark.parametrize(
@@ -363,6 +420,16 @@ def test_two_processes_never_work_on_one_cell(file, tmp_path):
     assert "being worked on by another process" in told["cable-0"]
 
 
+def test_what_another_process_has_just_read_is_not_read_again(file, tmp_path, monkeypatch):
+    """It ended between the look and the lock."""
+    small, out = study.load(str(file), ["steps=2"]), tmp_path / "out"
+    assert cells.run(small, out, only=["cable"]) == {}
+    looks, real = [], cells.stored_result
+    monkeypatch.setattr(cells, "_read", lambda *rest: pytest.fail("it is read again"))
+    monkeypatch.setattr(cells, "stored_result", lambda *rest: looks.append(1) or (real(*rest) if looks[1:] else None))
+    assert cells.run_cell(small.cells()[0], out)["cell"] == "cable-0" and len(looks) == 2
+
+
 def test_what_reading_needs_is_checked_before_training(file, tmp_path):
     text = file.read_text().replace("tokens = 2000", "tokens = 2000\ntasks = ['hellaswag']\ntask_folder = 'none'")
     file.write_text(text)
@@ -400,6 +467,25 @@ def test_every_study_of_the_package_loads_and_the_papers_numbers_are_there():
             assert all(str(length) in row for row in numbers["rows"].values() for length in found.lengths), name
     output = CliRunner().invoke(app, ["reproduce", "table1", "--dry-run"]).output
     assert output.count("cable-0") == 2 and "1,179,648,000" in output
+
+
+def test_seeds_are_counted_where_they_differ():
+    caption = LengthTable("t", {"a": {8: [1.0] * 3}, "b": {8: [1.0] * 2}, "c": {8: [1.0]}}, 8).caption
+    assert "Mean ± deviation over 2 to 3 seeds; one seed where there is no ±." in caption
+
+
+def test_pass_keys_are_told_by_how_far_back_they_stood():
+    """At 8, 6 and 0 tokens in a text of 8, at 16 and 12 in one of 16; one cannot read the longer text."""
+    found = {(8, 0.0): 1.0, (8, 0.25): 0.5, (8, 1.0): 0.0, (16, 0.0): 0.0, (16, 0.25): 1.0}
+    texts = [{"length": n, "depth": depth, "accuracy": share, "samples": 2} for (n, depth), share in found.items()]
+    short = [*texts[:3], {"length": 16, "error": "too long"}, {"length": 32, "error": "too long"}]
+    rows = [
+        {"variant": "cable", "passkey": [*texts, {"length": 32, "error": "no such text"}]},
+        {"variant": "learnable", "passkey": short},
+    ]
+    assert findings.found_by_distance(rows, 8) == {"cable": {8: [50.0], 16: [50.0]}}
+    assert findings.texts_by_distance(rows, 8) == {8: 6, 16: 4}
+    assert findings.found_by_distance(rows, 4) == {"cable": {4: [0.0], 8: [75.0], 16: [50.0]}}
 
 
 VALUES = {"cable": {8: [2.0, 4.0], 16: [1.5, 1.5]}, "alibi": {8: [3.5, 3.5]}}
@@ -459,6 +545,7 @@ def test_training_mixes_passkey_texts_in(tmp_path, monkeypatch):
         ('lengths = [16]\n[variants]\n"a/b" = []', "the variant 'a/b' must do as a folder's name"),
         ('lengths = [16]\n[variants]\n"a, b" = []', "the variant 'a, b' must do as a folder's name"),
         ("lengths = [1000000]", "'embedded', validation, gives"),
+        ("lengths = [16]\n[reading]\nbeginnings = 64\ntokens = 40", "gives 1 tokens; 16 needs more"),
         ("lengths = [65536, 65537]\n[reading]\nsame_tokens = true", "lengths that predict the same tokens need"),
     ],
 )
@@ -471,14 +558,25 @@ def test_bad_values_are_named_before_anything_is_trained(change, words, tmp_path
     assert words in str(error.value)
 
 
-def test_a_run_that_was_resumed_took_the_time_of_both_parts(tmp_path):
+def test_a_run_that_was_resumed_took_the_time_of_both_parts(file, tmp_path):
+    """Also if the first was killed, and so could not tell."""
+    chosen = study.load(str(file), ["save_every=2"]).cells()[0].recipe()
+    pretraining.run(chosen, tmp_path)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    killed = [{**json.loads(line), "seconds": 900.0 + n} for n, line in enumerate(lines[:4])]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in killed) + '{"step": 3, "lo')
+    shutil.rmtree(tmp_path / "checkpoints/checkpoint-6")
+    (tmp_path / "model.safetensors").unlink()
+    pretraining.run(chosen, tmp_path, resume=True)
+    assert 903 < cells.training_record(tmp_path)["train_runtime"] < 960
+
+
+def test_speeds_are_those_of_the_second_half(tmp_path):
     lines = [
-        {"step": 1, "tokens": 4, "loss": 3.0},
-        {"step": 1, "train_runtime": 8.0},
-        {"step": 2, "train_runtime": 2.0},
+        {"step": n, "tokens": n, "loss": 1.0, "tokens_per_second": speed} for n, speed in enumerate((1, 9, 5, 6, 7))
     ]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 3, "lo')
-    assert cells.training_record(tmp_path)["train_runtime"] == 10.0
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert cells.training_record(tmp_path)["median_tokens_per_second"] == 6
 
 
 def test_variants_are_compared_with_the_first_on_the_same_documents():
@@ -505,6 +603,33 @@ def test_variants_are_compared_with_the_first_on_the_same_documents():
     assert (
         told.splitlines()[-1] == "| k-cable over rope | 1 / 2 | 1.649 (1.649 – 1.649) | 2 of 2 |" and "fox" not in told
     )
+
+
+def test_what_far_text_is_worth_is_told_of_whole_documents_each_by_its_tokens():
+    """Far text takes 0.4 off the first one's loss, nothing off the second's; long windows cut the third off."""
+    read = {
+        32: [[100, 2.0], [300, 2.0], [50, 5.0]],
+        64: [[100, 2.0], [300, 2.0], [50, 5.0]],
+        128: [[300, 2.0], [20, 9.0]],
+    }
+    read[128].insert(0, [100, 1.8])  # 2.0 in the first half of a window, 1.6 in the second
+    incomplete = {32: [[100, 2.0], [300, 2.0], [50, 5.0]], 64: [[100, 1.0], [300, 1.0], [50, 5.0]]}
+    rows = [
+        {
+            "variant": "cable",
+            "seed": seed,
+            "results": [{"length": n, "by_document": losses} for n, losses in own.items()],
+            "settings": {"recipe": {"data": {"length": 64}}},
+        }
+        for seed, own in enumerate((incomplete, read))
+    ]
+    told = comparisons.by_context(summary.Gathered("t", rows, {}, {}))["cable"]
+    assert told[64, 128][0] == pytest.approx(math.exp(-0.4 * 100 / 400))
+    assert told[64, 128][1:] == pytest.approx((math.exp(-0.4), 1.0))  # one of the two drawn twice
+    for one in rows:
+        one["results"] = [{**result, "by_document": result["by_document"][2:] * 2} for result in one["results"]]
+    rows[1]["results"][-1]["by_document"] = [[20, 9.0], [20, 9.0]]
+    assert comparisons.by_context(summary.Gathered("t", rows, {}, {})) == {}, "no document is read whole"
 
 
 def test_what_far_text_is_worth_leaves_out_that_fewer_tokens_begin_a_text():

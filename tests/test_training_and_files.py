@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
+
 import pytest
 
 from cable_attn import CableError
-from cable_attn.files import read_json, writable_folder, write_atomically, write_json
+from cable_attn.files import alone, read_json, writable_folder, write_atomically, write_json
 from cable_attn.training import last_complete_checkpoint, remove_cut_off
 
 
@@ -30,6 +32,17 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
         write_atomically(path, 3)
     assert read_json(path) == {"a": 1}
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_lock_that_was_taken_away_is_none(tmp_path, monkeypatch):
+    """Its last owner ends between the opening and the locking; a third process then makes a new one."""
+    lock, real = tmp_path / ".work.lock", fcntl.flock
+    monkeypatch.setattr(fcntl, "flock", lambda *rest: (lock.unlink(), real(*rest)))
+    with pytest.raises(CableError, match="being worked on by another process"), alone(tmp_path, "work"):
+        pytest.fail("two hold it")
+    monkeypatch.setattr(fcntl, "flock", lambda *rest: (lock.unlink(), lock.touch(), real(*rest)))
+    with pytest.raises(CableError, match="being worked on by another process"), alone(tmp_path, "work"):
+        pytest.fail("two hold it")
 
 
 def test_unreadable_json_is_named(tmp_path):

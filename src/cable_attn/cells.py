@@ -11,6 +11,7 @@ import math
 import shutil
 import statistics
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -22,7 +23,7 @@ import torch
 
 from cable_attn import harness, passkey, pretraining
 from cable_attn.data.corpus import embedded_corpus
-from cable_attn.data.shards import MANIFEST, Tokens
+from cable_attn.data.shards import MANIFEST, TOKENIZER, Tokens
 from cable_attn.data.tokenizers import load_tokenizer
 from cable_attn.devices import best_device
 from cable_attn.environment import environment
@@ -72,9 +73,11 @@ def run(
         except Stopped:
             raise
         except Exception as error:  # whatever it is, the other cells can still be done
-            failed[cell.name] = f"{type(error).__name__}: {error}" if not isinstance(error, CableError) else str(error)
+            is_ours = isinstance(error, CableError)
+            failed[cell.name] = str(error) if is_ours else f"{type(error).__name__}: {error}"
             (out / cell.name).mkdir(exist_ok=True)
-            (out / cell.name / FAILURE).write_text(failed[cell.name] + "\n", encoding="utf-8")
+            told = failed[cell.name] if is_ours else traceback.format_exc().strip()
+            (out / cell.name / FAILURE).write_text(told + "\n", encoding="utf-8")
             _tell(watch, cell, "failed", 0.0)
         _release()
     return failed
@@ -84,21 +87,29 @@ def _require_same_data(study: Study, out: Path) -> None:
     """Results of other settings or data must not come up hours later, when the table is made, or never."""
     collections: dict[str, str] = {}
     for cell in study.cells():
-        result = stored_result(cell, out) or {}
-        path = Path(study.reading.path or cell.recipe().data.path)
-        now = {}
-        if "data" in result and (path / MANIFEST).is_file():
-            now[str(path)] = Tokens(path, study.reading.split).manifest_hash, result["data"]["sha256"]
+        result, folder = stored_result(cell, out) or {}, cell.folder(out)
+        trained_on = Path(cell.recipe().data.path)
+        if _has_changed(trained_on, "train", result.get("training", {}).get("data")):
+            raise CableError(
+                f"{str(trained_on)!r} has changed since {cell.name} was trained. Choose another folder with --out, or "
+                f"delete {str(folder)!r}."
+            )
+        read = Path(study.reading.path) if study.reading.path else trained_on
+        changed = [str(read)] if _has_changed(read, study.reading.split, result.get("data", {}).get("sha256")) else []
         for name, found in result.get("retrieval", {}).items():
             if Path(name).is_dir():
                 collections[name] = collections.get(name) or find_collection(name).sha256
-                now[name] = collections[name], found["sha256"]
-        changed = [name for name, (present, before) in now.items() if present != before]
+                changed += [name] if collections[name] != found["sha256"] else []
         if changed:
             raise CableError(
                 f"{changed[0]!r} has changed since {cell.name} was read. Choose another folder with --out, or delete "
-                f"{str(out / cell.name / EVALUATION)!r}: the model is then read again."
+                f"{str(folder / EVALUATION)!r}: the model is then read again."
             )
+
+
+def _has_changed(shards: Path, split: str, before: str | None) -> bool:
+    """Where both are known."""
+    return before is not None and (shards / MANIFEST).is_file() and Tokens(shards, split).manifest_hash != before
 
 
 def _release() -> None:
@@ -126,11 +137,13 @@ def run_cell(cell: Cell, out: Path, watch: Watcher | None = None) -> dict[str, A
         folder = out / cell.name
         folder.mkdir(exist_ok=True)
         with alone(folder, "cell"):
-            check_reading(cell)
-            result = _read(cell, _trained(cell, out, watch), folder, watch)
-            write_json(folder / EVALUATION, result)
-            (folder / READING).unlink(missing_ok=True)
-            shutil.rmtree(folder / retrieval_cell.EMBEDDINGS, ignore_errors=True)
+            result = stored_result(cell, out)  # by now by another process
+            if result is None:
+                check_reading(cell)
+                result = _read(cell, _trained(cell, out, watch), folder, watch)
+                write_json(folder / EVALUATION, result)
+                (folder / READING).unlink(missing_ok=True)
+                shutil.rmtree(folder / retrieval_cell.EMBEDDINGS, ignore_errors=True)
     (out / cell.name / FAILURE).unlink(missing_ok=True)
     _tell(watch, cell, "done", 1.0)
     return result
@@ -156,28 +169,27 @@ def check_reading(cell: Cell) -> None:
     if reading.beginnings:
         _check_beginnings(reading.beginnings, lengths)
         tokens = reading.beginnings * sum(b - a >= reading.beginnings for a, b in pairwise([*starts, tokens])) + 1
-    available = min(tokens, reading.tokens + 1) if reading.tokens else tokens
+    most = reading.tokens // max(reading.beginnings, 1) * max(reading.beginnings, 1)
+    available = min(tokens, most + 1) if reading.tokens else tokens
     needed = math.lcm(*lengths) if reading.same_tokens else max(lengths)
     if available <= needed:
         what = f"lengths that predict the same tokens need {needed}" if reading.same_tokens else f"{needed} needs"
         raise CableError(f"{path!r}, {reading.split}, gives {available} tokens; {what} more.")
     if is_embedded:
         return
-    _require_same_tokens(Path(cell.recipe().data.path), Path(path))
-    if reading.passkey and not (Path(cell.recipe().data.path) / "tokenizer").is_dir():
+    trained = Path(cell.recipe().data.path) / TOKENIZER
+    if trained.is_dir():
+        _require_same_tokens(load_tokenizer(str(trained)), Path(path), str(trained))
+    if reading.passkey and not trained.is_dir():
         raise CableError(f"reading.passkey needs a tokenizer with the tokens in {cell.recipe().data.path!r}.")
 
 
-def _require_same_tokens(trained: Path, read: Path) -> None:
-    """Another tokenizer's tokens would give a perplexity of nothing."""
-    both = [path / "tokenizer" for path in (trained, read)]
-    if trained == read or not all(path.is_dir() for path in both):
-        return
-    one, other = (load_tokenizer(str(path)).get_vocab() for path in both)
-    if one != other:
+def _require_same_tokens(own: Any, read: Path, where: str) -> None:
+    """Another tokenizer's tokens would give a perplexity of nothing. ``own``: the model's, which lies ``where``."""
+    if (read / TOKENIZER).is_dir() and load_tokenizer(str(read / TOKENIZER)).get_vocab() != own.get_vocab():
         raise CableError(
-            f"reading.path={str(read)!r} was made with another tokenizer than {str(trained)!r}, which the models are "
-            f"trained on. Prepare it with --tokenizer {str(both[0])!r}."
+            f"the tokens in {str(read)!r} were made with another tokenizer than the model's. Prepare them with "
+            f"--tokenizer {where!r}."
         )
 
 
@@ -270,7 +282,7 @@ def _read(cell: Cell, folder: Path, own: Path, watch: Watcher | None) -> dict[st
         "settings": cell.settings(),
         "checkpoint_sha256": checkpoint_hash(folder),
         **pretraining.origin(recipe),
-        "training": training_record(folder),
+        "training": {**training_record(folder), **_data_of(folder)},
         **environment(),
     }
     if study.retrieval is not None:
@@ -281,10 +293,11 @@ def _read(cell: Cell, folder: Path, own: Path, watch: Watcher | None) -> dict[st
         result |= retrieval_cell.run(folder, own, study.retrieval, study.lengths, cell.seed, on_share)
     if recipe.model.family == "bert":  # otherwise the loss of its training is all there is to read
         return {**result, "results": []}
-    reading = study.reading
-    text = find_held_out(
-        reading.path or recipe.data.path, reading.split, reading.tokens, tokenizer_of(folder), reading.beginnings
-    )
+    reading, tokenizer = study.reading, tokenizer_of(folder)
+    path = reading.path or recipe.data.path
+    if tokenizer is not None:
+        _require_same_tokens(tokenizer, Path(path), str(folder))
+    text = find_held_out(path, reading.split, reading.tokens, tokenizer, reading.beginnings)
     result["data"] = {"source": text.source, "sha256": text.sha256}
     kept = _Kept(own / READING, {key: result[key] for key in ("settings", "checkpoint_sha256", "data")})
     result |= _read_model(cell, folder, "", {}, text, kept, watch)
@@ -331,6 +344,7 @@ def _read_model(
     rows = evaluate(model, text, study.lengths, batch_tokens=reading.batch_tokens, watch=on_tokens, **options)
     if rows and all("error" in row for row in rows):
         raise CableError(f"{cell.name} cannot be read at any length: {rows[0]['error']}")
+    _require_memory(cell, rows)
     result: dict[str, Any] = {"results": rows}
     if reading.passkey:
         task = passkey.Task(text.tokenizer)
@@ -339,6 +353,7 @@ def _read_model(
         options = {"known": kept.rows.get(own, ()), "keep": partial(kept.keep, own)}
         lengths, depths = study.lengths, passkey.DEPTHS
         result["passkey"] = passkey.measure(model, task, text.tokens, lengths, depths, reading.passkey, **options)
+        _require_memory(cell, result["passkey"])
     if reading.tasks and not changes:
         files = Path(reading.task_folder) if reading.task_folder else None
         _tell(watch, cell, "answering tasks", 1.0)
@@ -346,13 +361,29 @@ def _read_model(
     return result
 
 
+def _require_memory(cell: Cell, rows: list[dict[str, Any]]) -> None:
+    """What did not fit may fit another time, or in smaller batches: it is no result."""
+    lacking = [row["length"] for row in rows if row.get("out_of_memory")]
+    if lacking:
+        raise CableError(
+            f"{cell.name}: {lacking[0]} tokens at once did not fit into memory. The other lengths are kept: free some "
+            "memory, or lower reading.batch_tokens, and run it again."
+        )
+
+
+def _data_of(folder: Path) -> dict[str, Any]:
+    """The hash of what a run was trained on."""
+    path = folder / pretraining.ENVIRONMENT
+    return {key: value for key, value in read_json(path).items() if key == "data"} if path.is_file() else {}
+
+
 def training_record(folder: Path) -> dict[str, Any]:
     """The losses and the speed of the run."""
     lines = read_metrics(folder / "metrics.jsonl")
-    wanted = ("loss", "eval_loss", "peak_memory_mib", "tokens")
+    wanted = ("loss", "eval_loss", "peak_memory_mib", "tokens", "seconds")
     last = {key: value for line in lines for key, value in line.items() if key in wanted}
-    if seconds := [line["train_runtime"] for line in lines if "train_runtime" in line]:
-        last["train_runtime"] = sum(seconds)  # of a run that was stopped and resumed there are several
+    if "seconds" in last:
+        last["train_runtime"] = last.pop("seconds")
     speeds = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
     if speeds:  # those of the second half: compiled and warm
         last["median_tokens_per_second"] = statistics.median(speeds[len(speeds) // 2 :])

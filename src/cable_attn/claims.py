@@ -74,11 +74,6 @@ class Judgement:
     outcomes: list[Outcome]
 
     @property
-    def came_out(self) -> bool:
-        """Every comparison, as claimed."""
-        return bool(self.outcomes) and all(outcome.holds for outcome in self.outcomes)
-
-    @property
     def share(self) -> float:
         """Of the comparisons, how many came out so."""
         return sum(outcome.holds for outcome in self.outcomes) / len(self.outcomes)
@@ -123,7 +118,7 @@ def _counts(judged: list[Judgement]) -> str:
     verdicts = [one.verdict for one in judged]
     counts = [f"{verdicts.count(verdict)} *{verdict}*" for verdict in VERDICTS if verdict in verdicts]
     part = [one for one in judged if one.verdict == "holds in part" and one.outcomes]
-    every = sum(one.came_out for one in part)
+    every = sum(one.share == 1 for one in part)
     most = sum(one.share > 0.5 for one in part) - every
     told = (
         f"Of those that hold in part and were compared, {every} came out in every comparison, on less than they speak "

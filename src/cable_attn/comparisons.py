@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import compress, pairwise
 
 from cable_attn import findings
 from cable_attn.evaluation import ByDocument, perplexity_over
@@ -39,7 +39,7 @@ def speeds(gathered: Gathered) -> str:
 
 def ratios(gathered: Gathered) -> str:
     """Markdown: perplexities over another variant's, where both were read on the same documents."""
-    found = _by_document(gathered)
+    found = {name: _of_seeds(by_seed) for name, by_seed in _by_document(gathered).items()}
     pairs, lengths = _pairs(gathered, list(found)), sorted({length for own in found.values() for length in own})
     lines = []
     for name, base in pairs.items():
@@ -67,14 +67,20 @@ def _worse_on(ours: list[ByDocument], theirs: list[ByDocument]) -> str:
     return f"{sum(one > two for one, two in zip(own, other))} of {len(own)}"
 
 
-def _by_document(gathered: Gathered) -> dict[str, dict[int, list[ByDocument]]]:
-    """variant → length → the losses by document of all seeds."""
-    found: dict[str, dict[int, list[ByDocument]]] = {}
+def _by_document(gathered: Gathered) -> dict[str, list[dict[int, ByDocument]]]:
+    """variant → for each seed: length → the losses by document."""
+    found: dict[str, list[dict[int, ByDocument]]] = {}
     for row in findings.with_again(gathered.rows):
-        for result in row["results"]:
-            if len(result.get("by_document") or []) > 1:
-                found.setdefault(row["variant"], {}).setdefault(result["length"], []).append(result["by_document"])
+        told = {one["length"]: one["by_document"] for one in row["results"] if len(one.get("by_document") or []) > 1}
+        if told:
+            found.setdefault(row["variant"], []).append(told)
     return found
+
+
+def _of_seeds(by_seed: list[dict[int, ByDocument]]) -> dict[int, list[ByDocument]]:
+    """length → of all seeds that were read at it."""
+    lengths = sorted({length for own in by_seed for length in own})
+    return {length: [own[length] for own in by_seed if length in own] for length in lengths}
 
 
 def _pairs(gathered: Gathered, names: Sequence[str]) -> Mapping[str, str]:
@@ -145,7 +151,8 @@ def reference(gathered: Gathered) -> Band | None:
     """The tokens that others are told over: the last within the training length that are told apart from the beginning
     of a text, or else the first past it."""
     near = gathered.trained_at
-    bands = list(pairwise(sorted({length for row in _by_document(gathered).values() for length in row})))
+    read = (own for by_seed in _by_document(gathered).values() for own in by_seed)
+    bands = list(pairwise(sorted({length for own in read for length in own})))
     overlap = any(row["settings"].get("reading", {}).get("stride") for row in gathered.rows)
     if near is None or not bands or overlap:  # windows that overlap do not tell a band apart
         return None
@@ -158,26 +165,28 @@ def by_context(gathered: Gathered) -> dict[str, dict[Band, tuple[float, float, f
 
     Long windows lower the perplexity of any model, because fewer tokens have little before them. What windows of two
     lengths tell of the same text tells these apart: all that the longer one adds has at least the shorter one's length
-    before it.
+    before it. Of seeds that were read at all lengths that any was.
     """
     near, told = reference(gathered), dict[str, dict[Band, tuple[float, float, float]]]()
-    for name, row in _by_document(gathered).items():
-        both = min(len(one) for seeds in row.values() for one in seeds)  # of a text's end long windows leave out more
-        row = {length: [one[:both] for one in seeds] for length, seeds in row.items()}
-        bands = {band: _bands(row[band[0]], row[band[1]], band) for band in pairwise(sorted(row))}
-        if near in bands:
-            own = {band: seeds for band, seeds in bands.items() if band >= near and len(seeds) == len(bands[near])}
-            told[name] = {band: perplexity_over(seeds, bands[near]) for band, seeds in own.items()}
+    for name, by_seed in _by_document(gathered).items():
+        lengths = sorted({length for own in by_seed for length in own})
+        seeds = [whole for own in by_seed if sorted(own) == lengths and (whole := _whole_documents(own))]
+        bands = {band: [_added(own, band) for own in seeds] for band in pairwise(lengths)}
+        if near in bands and seeds:
+            told[name] = {band: perplexity_over(own, bands[near]) for band, own in bands.items() if band >= near}
     return told
 
 
-def _bands(shorter: list[ByDocument], longer: list[ByDocument], band: Band) -> list[ByDocument]:
-    """Of each seed and document the loss of the tokens that the longer windows add, and the longer ones' counts."""
+def _whole_documents(own: dict[int, ByDocument]) -> dict[int, ByDocument]:
+    """Those of which every length reads the very same tokens: of a text's end long windows leave out more."""
+    both = [len({count for count, _ in one}) == 1 for one in zip(*own.values())]
+    return {length: list(compress(one, both)) for length, one in own.items()} if any(both) else {}
+
+
+def _added(own: dict[int, ByDocument], band: Band) -> ByDocument:
+    """Of each document the loss of the tokens that the longer windows add."""
     low, high = band
-    return [
-        [(count, (high * far - low * near) / (high - low)) for (_, near), (count, far) in zip(one, other)]
-        for one, other in zip(shorter, longer)
-    ]
+    return [(count, (high * far - low * near) / (high - low)) for (count, near), (_, far) in zip(own[low], own[high])]
 
 
 def paper_contexts(row: Mapping[str, float | None], near: Band) -> dict[Band, float]:

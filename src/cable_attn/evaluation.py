@@ -58,7 +58,10 @@ class HeldOut:
         return replace(self, tokens=self.tokens[:count])
 
     def beginnings(self, count: int) -> HeldOut:
-        """Of each document the first ``count`` tokens, if it has them: a window of so many holds one document only."""
+        """Of each document the first ``count`` tokens, if it has them: a window of so many holds one document only.
+
+        But for its last target, the first token of the next one.
+        """
         ends = [*self.document_starts[1:], len(self.tokens)]
         long = [start for start, end in zip(self.document_starts, ends) if end - start >= count]
         if not long:
@@ -214,7 +217,8 @@ def evaluate(
     ``keep(rows)`` hears of the rows so far after each length; ``known``: those that an earlier call has kept.
 
     same_tokens: only what all lengths cut into whole windows, so that each is judged on equal targets. A length that
-    the model cannot read (learned positions beyond their table) gives a row that says so.
+    the model cannot read (learned positions beyond their table) gives a row that says so, and one that did not fit
+    into memory a row that may be otherwise the next time (``out_of_memory``).
     """
     if stride is not None and not 0 < stride <= min(lengths):
         raise CableError(f"stride must lie between 1 and the shortest length, {min(lengths)}, got {stride}.")
@@ -237,8 +241,7 @@ def evaluate(
             tally = measure(model, held_out, length, stride, batch_tokens, watch)
             seconds = time.monotonic() - began
         except (CableError, torch.OutOfMemoryError) as error:
-            told = str(error) if isinstance(error, CableError) else reason(error)
-            rows.append({"length": length, "error": told})
+            rows.append({"length": length, **failure(error)})
             continue
         rows.append({"length": length, **_result(tally, held_out, stride), "seconds": seconds})
         if model.device.type == "cuda":
@@ -248,12 +251,19 @@ def evaluate(
     return rows
 
 
+def failure(error: Exception) -> dict[str, Any]:
+    """Of a length that was not read."""
+    if isinstance(error, CableError):
+        return {"error": str(error)}
+    return {"error": reason(error), "out_of_memory": True}
+
+
 def _result(tally: Tally, held_out: HeldOut, stride: int | None) -> dict[str, Any]:
     interval = tally.interval()
     count = int(tally.counts.sum())
     size = text_bytes(held_out.tokens[1 : count + 1], held_out.tokenizer)
     return {
-        "perplexity": math.exp(tally.loss),
+        "perplexity": perplexity(tally.loss),
         "loss": tally.loss,
         "interval": None if interval is None else list(interval),
         "documents": int((tally.counts > 0).sum()),
@@ -262,6 +272,12 @@ def _result(tally: Tally, held_out: HeldOut, stride: int | None) -> dict[str, An
         "by_place": tally.by_place(),
         "by_document": tally.by_document(),
     }
+
+
+def perplexity(loss: float) -> float:
+    """Infinite for the worst."""
+    with np.errstate(over="ignore"):
+        return float(np.exp(loss))
 
 
 def text_bytes(tokens: np.ndarray, tokenizer: Any) -> int | None:

@@ -55,7 +55,9 @@ def alone(folder: Path, what: str) -> Iterator[None]:
     with lock.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+            if not os.path.samestat(os.fstat(file.fileno()), lock.stat()):  # of one that has just ended and a third
+                raise FileExistsError
+        except (BlockingIOError, FileExistsError, FileNotFoundError) as error:
             raise CableError(f"{str(folder)!r} is being worked on by another process.") from error
         try:
             yield

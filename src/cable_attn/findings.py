@@ -52,7 +52,7 @@ def found_documents(rows: Sequence[dict[str, Any]], collection: str) -> dict[str
     table: dict[str, dict[int, list[float]]] = {}
     for row in rows:
         lengths = table.setdefault(row["variant"], {})
-        for result in row["retrieval"][collection]["rows"]:
+        for result in row["retrieval"].get(collection, {"rows": []})["rows"]:
             if "ndcg@10" in result:
                 lengths.setdefault(result["max_length"], []).append(100 * result["ndcg@10"])
     return table
@@ -70,9 +70,9 @@ def found_by_length(rows: Sequence[dict[str, Any]]) -> dict[str, dict[int, list[
 
 def found_by_distance(rows: Sequence[dict[str, Any]], trained_at: int) -> dict[str, dict[int, list[float]]]:
     """variant → tokens → the share of pass keys found that stood about so far back, or down to half of it, in texts of
-    all lengths, for all seeds; the first column begins at the question. Of what reads all lengths only."""
+    all lengths, for all seeds; the first column begins at the question. Of what reads all lengths that any reads."""
     table: dict[str, dict[int, list[float]]] = {}
-    for row in with_again(rows):
+    for row in _read_throughout(rows):
         for tokens, results in _by_distance(row, trained_at).items():
             share = 100 * sum(one["accuracy"] for one in results) / len(results)
             table.setdefault(row["variant"], {}).setdefault(tokens, []).append(share)
@@ -81,16 +81,22 @@ def found_by_distance(rows: Sequence[dict[str, Any]], trained_at: int) -> dict[s
 
 def texts_by_distance(rows: Sequence[dict[str, Any]], trained_at: int) -> dict[int, int]:
     """tokens → in how many texts ``found_by_distance`` looked, with each seed."""
-    asked = [_by_distance(row, trained_at) for row in rows]
+    asked = [_by_distance(row, trained_at) for row in _read_throughout(rows)]
     return {tokens: sum(one["samples"] for one in results) for own in asked for tokens, results in own.items()}
+
+
+def _read_throughout(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """With the pass key texts that were read, of all lengths."""
+    told = [
+        {**row, "passkey": [one for one in row.get("passkey", []) if "error" not in one]} for row in with_again(rows)
+    ]
+    lengths = [{one["length"] for one in row["passkey"]} for row in told]
+    return [row for row, own in zip(told, lengths) if own == set().union(*lengths)]
 
 
 def _by_distance(row: dict[str, Any], trained_at: int) -> dict[int, list[dict[str, Any]]]:
     found: dict[int, list[dict[str, Any]]] = {}
-    results = row.get("passkey", [])
-    if any("error" in result for result in results):
-        return {}
-    for result in results:
+    for result in row["passkey"]:
         back = (1 - result["depth"]) * result["length"]
         doublings = math.ceil(math.log2(max(back / trained_at, 1)))
         found.setdefault(trained_at << doublings, []).append(result)

@@ -188,9 +188,9 @@ def _deviations(found: Mapping[str, Mapping[int, list[float]]]) -> dict[str, dic
         for name, row in found.items()
     }
     squares: dict[str, list[float]] = {}
-    for row in told.values():
+    for name, row in told.items():
         for length, deviation in row.items():
-            squares.setdefault(length, []).append(deviation**2)
+            squares.setdefault(length, []).extend([deviation**2] * (len(found[name][int(length)]) - 1))
     return {**told, "all": {length: math.sqrt(statistics.mean(own)) for length, own in squares.items()}}
 
 

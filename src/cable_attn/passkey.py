@@ -17,8 +17,8 @@ import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
-from cable_attn.errors import CableError, reason
-from cable_attn.evaluation import output_head, precision, require_positions
+from cable_attn.errors import CableError
+from cable_attn.evaluation import failure, output_head, precision, require_positions
 
 COLOURS = ("red", "green", "blue", "white", "black", "yellow", "purple", "brown", "silver", "golden")
 ANIMALS = ("horse", "dog", "cat", "bird", "fish", "lion", "bear", "sheep", "wolf", "eagle")
@@ -164,7 +164,7 @@ def measure(
                 rows.append({"length": length, "depth": depth, "accuracy": right / samples, "samples": samples})
         except (CableError, torch.OutOfMemoryError) as error:  # too short for the text, past a table, out of memory
             rows = [row for row in rows if row["length"] != length]
-            rows.append({"length": length, "error": str(error) if isinstance(error, CableError) else reason(error)})
+            rows.append({"length": length, **failure(error)})
             continue
         if keep is not None:
             keep(rows)

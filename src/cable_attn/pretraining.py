@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, SequentialSampler, Subset
 from transformers import IntervalStrategy, PreTrainedModel, TrainingArguments, set_seed
 
 from cable_attn import adapting
-from cable_attn.data.shards import Request, Tokens, holds, prepare, read_manifest
+from cable_attn.data.shards import TOKENIZER, Request, Tokens, holds, prepare, read_manifest
 from cable_attn.data.sources import open_source
 from cable_attn.data.tokenizers import find_tokenizer, load_tokenizer
 from cable_attn.data.windows import Masked, Order, TokenWindows
@@ -117,7 +117,7 @@ def load_data(recipe: Recipe, folder: Path) -> Data:
     if split.vocab_size > vocabulary:
         whose = "the checkpoint's" if recipe.model.checkpoint else "model.vocab_size"
         raise CableError(f"{str(path)!r} has a vocabulary of {split.vocab_size}, {whose} is {vocabulary}.")
-    tokenizer = load_tokenizer(str(path / "tokenizer")) if (path / "tokenizer").is_dir() else None
+    tokenizer = load_tokenizer(str(path / TOKENIZER)) if (path / TOKENIZER).is_dir() else None
     if own is not None and tokenizer is not None and own.get_vocab() != tokenizer.get_vocab():
         raise CableError(
             f"{str(path)!r} was made with another tokenizer than that of {recipe.model.checkpoint!r}. Prepare the text "

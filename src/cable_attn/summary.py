@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -158,11 +157,6 @@ def _averages(curves: Curves) -> str:
     return "; each point is a mean of several" if any(len(curve) > MOST_POINTS for curve in curves.values()) else ""
 
 
-def mean_perplexities(rows: Sequence[dict[str, Any]]) -> dict[str, dict[int, float]]:
-    values = findings.by_variant(rows)
-    return {name: {n: statistics.mean(found) for n, found in row.items()} for name, row in values.items()}
-
-
 def _longest(row: dict[str, Any]) -> list[tuple[int, float]]:
     read = [result for result in row["results"] if "by_place" in result]
     return max(read, key=lambda result: result["length"])["by_place"] if read else []
@@ -187,7 +181,7 @@ def retrieval_tables(gathered: Gathered) -> dict[str, LengthTable]:
 def failures(folder: Path) -> dict[str, str]:
     """Why each cell of a study that failed did."""
     found = sorted(folder.glob(f"*/{FAILURE}"))
-    return {path.parent.name: path.read_text(encoding="utf-8").strip() for path in found}
+    return {path.parent.name: path.read_text(encoding="utf-8").strip().splitlines()[-1] for path in found}
 
 
 def _is_run(folder: Path) -> bool:

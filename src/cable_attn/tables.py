@@ -90,10 +90,9 @@ class LengthTable:
         told += f"{better} is better"
         told += "; the best of each length in bold." if self._compares else "."
         seeds = {len(found) for row in self.values.values() for found in row.values()}
-        if max(seeds, default=1) > 1:
-            told += (
-                f" Mean ± deviation over {max(seeds)} seeds{'; one seed where there is no ±' if 1 in seeds else ''}."
-            )
+        if several := sorted(seeds - {0, 1}):
+            count = f"{several[0]} to {several[-1]}" if len(several) > 1 else several[0]
+            told += f" Mean ± deviation over {count} seeds{'; one seed where there is no ±' if 1 in seeds else ''}."
         if self.paper:
             told += " In brackets the paper's number and our difference to it."
         return f"{told} {self.note}".rstrip()

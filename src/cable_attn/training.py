@@ -107,6 +107,11 @@ class DecayingTrainer(Trainer):
         with _told(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
 
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Without a trace in the random numbers of what is trained after it."""
+        with torch.random.fork_rng(devices=[]):
+            return super().evaluate(*args, **kwargs)
+
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         return decayed_parameters(model)
 
@@ -176,9 +181,11 @@ class Metrics(TrainerCallback):
     def __init__(self, path: Path, tokens_per_update: int):
         self.path, self.tokens_per_update = path, tokens_per_update
         self.last_time, self.last_step, self.first_step = time.monotonic(), 0, 0
+        self.began = self.last_time
 
     def on_train_begin(self, args, state, control, **kwargs):  # type: ignore[no-untyped-def]
-        self.last_time, self.last_step = time.monotonic(), state.global_step
+        self.began = self.last_time = time.monotonic()
+        self.last_step = state.global_step
         self.first_step = state.global_step
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
@@ -186,6 +193,7 @@ class Metrics(TrainerCallback):
         if state.is_world_process_zero and self.path.exists():
             kept = [line for line in read_metrics(self.path) if line["step"] <= state.global_step]
             write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+            self.began -= max((line.get("seconds", 0) for line in kept), default=0)
 
     def on_log(self, args, state, control, logs=None, **kwargs):  # type: ignore[no-untyped-def]
         if not logs or not state.is_world_process_zero:
@@ -193,9 +201,11 @@ class Metrics(TrainerCallback):
         if "train_runtime" in logs and state.global_step == self.first_step:  # resumed when it was done
             return
         per_update = self.tokens_per_update
+        now = time.monotonic()
         line = {"step": state.global_step, "tokens": state.global_step * per_update, **logs}
+        line["seconds"] = round(now - self.began, 3)  # of all processes that have worked on it
         if "loss" in logs:  # since the last such line
-            now, done = time.monotonic(), (state.global_step - self.last_step) * per_update
+            done = (state.global_step - self.last_step) * per_update
             line["tokens_per_second"] = round(done / max(now - self.last_time, 1e-9))
             self.last_time, self.last_step = now, state.global_step
         if "train_runtime" in logs and torch.cuda.is_available():

@@ -385,7 +385,6 @@ def _tell_page(page: Path | None) -> None:
 def _report(study: Any, folder: Path) -> Path | None:
     """Tables and figures of what is done, in the study's folder, and a page with all of it."""
     from cable_attn import cells, findings, summary
-    from cable_attn.files import write_json
 
     rows = list(cells.results(study, folder))
     if not rows:
@@ -401,8 +400,6 @@ def _report(study: Any, folder: Path) -> Path | None:
         _write_table(table, folder / name)
     if not tables:
         console.print(_loss_table(study.title, rows))
-    if means := summary.mean_perplexities(rows):
-        write_json(folder / "results.json", means)
     left = [cell.name for cell in study.cells() if cell.name not in {row["cell"] for row in rows}]
     if left:
         say(f"Not done: {', '.join(left)}")

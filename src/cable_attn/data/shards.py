@@ -26,6 +26,8 @@ from cable_attn.errors import CableError, require_known
 from cable_attn.files import read_json, writable_folder, write_atomically, write_json
 
 MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer"
+"""Its folder, beside the tokens."""
 STATE = "source.sha256"
 """What local files were like when their tokens were made."""
 SHARD_TOKENS = 100_000_000
@@ -57,8 +59,8 @@ def prepare(
     was_there = folder.is_dir() and any(folder.iterdir())
     writable_folder(folder)
     manifest = _begin(folder, request, tokenizer.vocab_size, tokenizer.separator, list(streams), tokenizer.save)
-    if (folder / "tokenizer").is_dir():  # a learned one is never learned twice
-        tokenizer = HuggingFaceTokenizer(load_tokenizer(str(folder / "tokenizer")))
+    if (folder / TOKENIZER).is_dir():  # a learned one is never learned twice
+        tokenizer = HuggingFaceTokenizer(load_tokenizer(str(folder / TOKENIZER)))
     for split, stream in streams.items():
         entry = manifest["splits"][split]
         if entry["complete"]:
@@ -191,10 +193,10 @@ def _begin(
 
 def _keep_tokenizer(folder: Path, save_tokenizer: Callable[[Path], None] | None) -> None:
     """Beside the tokens, whole or not at all."""
-    if save_tokenizer is not None and not (folder / "tokenizer").is_dir():
+    if save_tokenizer is not None and not (folder / TOKENIZER).is_dir():
         save_tokenizer(folder / "tokenizer.partial")
         if (folder / "tokenizer.partial").is_dir():  # some have no files
-            (folder / "tokenizer.partial").rename(folder / "tokenizer")
+            (folder / "tokenizer.partial").rename(folder / TOKENIZER)
 
 
 def _cut(

@@ -42,9 +42,8 @@ def check(retrieval: Retrieval) -> None:
     """What must not come up after hours of pre-training."""
     if not isinstance(retrieval.collections, list) or not retrieval.collections or not retrieval.triplets:
         raise CableError("[retrieval] needs triplets (a text) and collections (a list).")
-    for key in ("batch_size", "learning_rate", "epochs", "max_length", "batch_tokens"):
-        if not getattr(retrieval, key) > 0:
-            raise CableError(f"[retrieval] {key} must be above 0, got {getattr(retrieval, key)!r}.")
+    if not retrieval.batch_tokens > 0:
+        raise CableError(f"[retrieval] batch_tokens must be above 0, got {retrieval.batch_tokens}.")
     needed = ["sentence_transformers", "ir_measures"]
     needed += ["mteb"] if "mldr" in retrieval.collections else []
     needed += ["datasets"] if retrieval.triplets == "msmarco" else []
@@ -65,11 +64,11 @@ def run(
     tell: Watcher = watch or (lambda what, share: None)
     retriever = own / RETRIEVER
     settings = retrieval.settings(seed)
+    triplets = training.read_triplets(retrieval.triplets, retrieval.limit or None)
     if (retriever / "modules.json").exists():
         before = read_json(retriever / FINE_TUNED)["origin"]
-        training.require_same(retriever, before, training.origin(str(encoder), None, settings))
+        training.require_same(retriever, before, training.origin(str(encoder), triplets, settings))
     else:
-        triplets = training.read_triplets(retrieval.triplets, retrieval.limit or None)
         steps = settings.steps(len(triplets))
 
         def on_step(step: int, loss: float | None) -> None:

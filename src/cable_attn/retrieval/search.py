@@ -88,12 +88,12 @@ def search(
     documents = encode(model, list(library.texts.values()), max_length, watch=watch, **options)
     asked = encode(model, [query], max_length)[0]
     scores = documents @ asked
-    hits = []
-    for place in np.argsort(-scores, kind="stable")[:count]:
-        passages = cut(library.texts[names[place]])
-        near = encode(model, passages, max_length, **options) @ asked
-        hits.append(Hit(names[place], float(scores[place]), passages[int(near.argmax())]))
-    return hits
+    best = np.argsort(-scores, kind="stable")[:count]
+    passages = [cut(library.texts[names[place]]) for place in best]
+    near = encode(model, [one for own in passages for one in own], max_length, **options) @ asked
+    ends = np.cumsum([len(own) for own in passages])[:-1]
+    nearest = [own[int(part.argmax())] for own, part in zip(passages, np.split(near, ends))]
+    return [Hit(names[place], float(scores[place]), passage) for place, passage in zip(best, nearest)]
 
 
 def cut(text: str, words: int = PASSAGE_WORDS) -> list[str]:

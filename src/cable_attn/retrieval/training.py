@@ -42,6 +42,8 @@ from cable_attn.training import (
 MSMARCO = ("sentence-transformers/msmarco-co-condenser-margin-mse-sym-mnrl-mean-v1", "triplet-hard")
 """MS-MARCO with mined hard negatives, on the hub."""
 SETTINGS = "settings.json"
+ORDERS = 20
+"""In how many a batch is looked for until there is none."""
 WORKERS = 4
 """Processes that turn texts into tokens while the GPU is at work."""
 KEYS = {"query": ("query", "anchor", "question"), "positive": ("positive", "pos"), "negative": ("negative", "neg")}
@@ -64,7 +66,7 @@ class Settings:
     save_every: int = 500
 
     def __post_init__(self) -> None:
-        for key in ("learning_rate", "epochs"):
+        for key in ("batch_size", "learning_rate", "epochs", "max_length"):
             if not getattr(self, key) > 0:
                 raise CableError(f"{key} must be above 0, got {getattr(self, key)}.")
 
@@ -155,7 +157,7 @@ class NoRepeats(Sampler[int]):
         return len(self.triplets)
 
     def __iter__(self) -> Iterator[int]:
-        given, orders = 0, itertools.count()
+        given, orders, failed = 0, itertools.count(), list[int]()
         left = self._order(next(orders))
         while given < len(self):
             size = min(self.batch_size, len(self) - given)
@@ -163,15 +165,16 @@ class NoRepeats(Sampler[int]):
             batch, skipped = self._batch(left, size)
             if len(batch) == size:
                 yield from batch
-                given += size
+                given, failed = given + size, []
                 left.extendleft(reversed(skipped))
-            elif all_left:
+                continue
+            failed += [len(batch)] if all_left else []  # in another order more may fit together
+            if len(failed) == ORDERS:
                 raise CableError(
-                    f"no batch of {size} can be made without repeating a query or an answer: {len(batch)} of the "
+                    f"no batch of {size} can be made without repeating a query or an answer: {max(failed)} of the "
                     f"{len(self)} triplets is what fits together. Choose a batch size of that or less."
                 )
-            else:
-                left = self._order(next(orders))
+            left = self._order(next(orders))
 
     def _order(self, number: int) -> deque[int]:
         order = list(range(len(self.triplets)))
@@ -258,7 +261,7 @@ def train(
     from sentence_transformers.sentence_transformer import losses
 
     checkpoints = folder / ".training"
-    if (folder / "modules.json").exists() or (folder / "config.json").exists():
+    if (folder / "modules.json").exists() or ((folder / "config.json").exists() and not checkpoints.exists()):
         raise CableError(f"{str(folder)!r} holds a model already. Choose another folder with --out.")
     if checkpoints.exists() and not resume:
         raise CableError(f"{str(folder)!r} holds a run that was cut off. Add --resume, or choose another with --out.")
@@ -292,16 +295,13 @@ def train(
         return _finish(trainer, encoder, folder, checkpoints, settings, len(triplets))
 
 
-def origin(encoder: str, triplets: list[Triplet] | None, settings: Settings) -> dict[str, Any]:
-    """All that a fine-tuned encoder depends on; ``None``: but for the triplets."""
+def origin(encoder: str, triplets: list[Triplet], settings: Settings) -> dict[str, Any]:
+    """All that a fine-tuned encoder depends on."""
     own = {key: value for key, value in asdict(settings).items() if key != "save_every"}
-    own |= {"encoder_sha256": encoder_hash(encoder)}
-    if triplets is None:
-        return own
     digest = hashlib.sha256()
     for triplet in triplets:
         digest.update(json.dumps([triplet.query, triplet.positive, triplet.negatives]).encode())
-    return {**own, "triplets_sha256": digest.hexdigest()}
+    return {**own, "encoder_sha256": encoder_hash(encoder), "triplets_sha256": digest.hexdigest()}
 
 
 def _claim(path: Path, wanted: dict[str, Any]) -> None:
