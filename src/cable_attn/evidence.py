@@ -21,17 +21,16 @@ from __future__ import annotations
 import math
 import os
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from cable_attn import claims, comparisons, findings, measured, summary
 from cable_attn import study as studies
-from cable_attn.cells import EVALUATION, baseline, results
+from cable_attn.cells import EVALUATION
 from cable_attn.errors import CableError, unknown
 from cable_attn.files import write_atomically
 from cable_attn.study import Study
-from cable_attn.summary import Figure, Gathered
+from cable_attn.summary import Figure
 from cable_attn.tables import LengthTable, markdown_table
 
 END = "<!-- end -->"
@@ -136,13 +135,9 @@ class Stored:
         self.study: Study = studies.load(str(stored / f"{name}.toml") if name in own else name, checked=False)
         self.folder = stored / "results" / name
         self.page, self.figures, self.written = page, figures, written
-        rows = list(results(self.study, self.folder))
-        if not rows:
+        self.gathered = summary.gather_study(self.study, self.folder)
+        if not self.gathered.rows:
             raise CableError(f"{str(self.folder)!r} holds no results yet.")
-        paper, like = (findings.paper(name) or {"rows": {}} for name in (self.study.paper, self.study.like))
-        self.gathered = Gathered(self.study.title, rows, {}, paper["rows"], baseline(self.folder), self.study.against)
-        if like.get("trained_at") == self.gathered.trained_at:  # the same lengths mean the same
-            self.gathered = replace(self.gathered, like=like["rows"])
 
     def section(self) -> str:
         tables = [_with_caption(table) for table in self.tables()]

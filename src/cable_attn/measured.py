@@ -32,7 +32,6 @@ from typing import Any
 from cable_attn import comparisons, findings, summary
 from cable_attn import study as studies
 from cable_attn.bench import records
-from cable_attn.cells import results
 from cable_attn.errors import unknown
 
 CLAIMS = "claims.toml"
@@ -118,11 +117,12 @@ def _runs(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def _of_study(study: studies.Study, folder: Path) -> Iterator[tuple[str, Numbers]]:
-    rows = list(results(study, folder))
+    gathered = summary.gather_study(study, folder)
+    rows = gathered.rows
     if perplexities := findings.by_variant(rows):
         yield study.name, Numbers(_by_length(perplexities), folder)
         yield f"{study.name} seeds", Numbers(_deviations(perplexities), folder, "{:.1f} %")
-    yield from _of_long_texts(summary.Gathered(study.name, rows, {}, {}, against=study.against), folder)
+    yield from _of_long_texts(study.name, gathered, folder)
     losses = [(row["variant"], "held-out", row["training"].get("eval_loss")) for row in rows]
     for row in rows:
         if curve := row["training"].get("curve"):
@@ -146,8 +146,8 @@ def _of_study(study: studies.Study, folder: Path) -> Iterator[tuple[str, Numbers
         )
 
 
-def _of_long_texts(gathered: summary.Gathered, folder: Path) -> Iterator[tuple[str, Numbers]]:
-    name, rows = gathered.title, gathered.rows
+def _of_long_texts(name: str, gathered: summary.Gathered, folder: Path) -> Iterator[tuple[str, Numbers]]:
+    rows = gathered.rows
     contexts = {
         variant: {f"{low}-{high}": 100 * (ratio - 1) for (low, high), (ratio, _, _) in own.items()}
         for variant, own in comparisons.by_context(gathered).items()

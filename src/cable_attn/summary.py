@@ -5,17 +5,18 @@ from __future__ import annotations
 import base64
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from cable_attn import findings
 from cable_attn import recipe as recipes
-from cable_attn.cells import EVALUATION, FAILURE, baseline, training_record
+from cable_attn.cells import EVALUATION, FAILURE, baseline, results, training_record
 from cable_attn.errors import CableError
 from cable_attn.files import read_json, write_atomically
 from cable_attn.report import MOST_POINTS, WORST, Curves, loss_figure, passkey_figure, perplexity_figure, place_figure
+from cable_attn.study import Study
 from cable_attn.tables import LengthTable
 
 FILE = "report.html"
@@ -74,6 +75,15 @@ class Figure:
 
     def draw(self, stem: Path) -> list[Path]:
         return self.function(*self.content, stem, *self.labels)
+
+
+def gather_study(study: Study, folder: Path) -> Gathered:
+    """What a study's cells have found so far."""
+    rows = list(results(study, folder))
+    paper, like = (findings.paper(name) or {"rows": {}} for name in (study.paper, study.like))
+    found = Gathered(study.title, rows, failures(folder), paper["rows"], baseline(folder), study.against)
+    same_lengths = rows and like.get("trained_at") == found.trained_at  # otherwise they mean something else
+    return replace(found, like=like["rows"]) if same_lengths else found
 
 
 def gather(folder: Path, title: str = "", paper: Mapping[str, Mapping[str, float | None]] | None = None) -> Gathered:

@@ -384,17 +384,13 @@ def _tell_page(page: Path | None) -> None:
 
 def _report(study: Any, folder: Path) -> Path | None:
     """Tables and figures of what is done, in the study's folder, and a page with all of it."""
-    from cable_attn import cells, findings, summary
+    from cable_attn import summary
 
-    rows = list(cells.results(study, folder))
+    gathered = summary.gather_study(study, folder)
+    rows = gathered.rows
     if not rows:
         say(f"Nothing is done yet in {folder}.")
         return None
-    paper = findings.paper(study.paper)
-    theirs = paper["rows"] if paper else {}
-    gathered = summary.Gathered(
-        study.title, rows, summary.failures(folder), theirs, cells.baseline(folder), study.against
-    )
     tables = summary.length_tables(gathered)
     for name, table in tables.items():
         _write_table(table, folder / name)
