@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import os
 import re
@@ -229,6 +230,16 @@ def bad_folders(run, tmp_path):
         (["demo", "--steps", "0"], "--steps"),
         (["eval", "{}/corrupt"], "cannot be loaded"),
         (["eval", "{}/mine"], "is not a checkpoint: it has no config.json"),
+        (["eval", "{}/run"], "run/rope-0."),
+        (
+            ["eval", "{}/run/cable-0", "--lengths", "96,100", "--tokens", "999", "--same-tokens"],
+            "from 2400 on, and need one",
+        ),
+        (["bench", "train", "--results", "{}/rows"], "cable bench train needs an NVIDIA GPU"),
+        (
+            ["train", "gpt-embedded", "overrides.dtype=foo", "--dry-run"],
+            "'dtype': 'foo'}: module 'torch' has no attribute 'foo'.",
+        ),
         (["eval", "{}/run/cable-0", "--lengths", "12,x"], "whole numbers like 128,512, got 'x'"),
         (["eval", "{}/run/cable-0", "--text", "{}/short.txt", "--lengths", "512"], "fewer than one window"),
         (["dmeo"], "dmeo"),
@@ -264,6 +275,21 @@ def test_bad_input_is_one_line_and_exit_code_2(args, words, bad_folders, in_proc
     after = sorted(str(path) for path in bad_folders.rglob("*"))
     assert after == before, "nothing may be left behind, and nothing may go"
     assert (bad_folders / "mine" / "thesis.txt").exists()
+
+
+def test_tokens_of_another_tokenizer_are_refused(run, shards, in_process):
+    code, _, err = in_process("eval", str(run / "cable-0"), "--data", str(shards), "--lengths", "16")
+    assert code == 2 and "were made with another tokenizer than the model's" in " ".join(err.split())
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), Exception("No space left on device (os error 28)")]
+)
+def test_a_full_disk_is_told(error, monkeypatch, in_process):
+    """Also by a library that is not Python."""
+    monkeypatch.setattr(cli, "app", lambda: (_ for _ in ()).throw(error))
+    code, _, err = in_process("encodings")
+    assert code == 2 and "the disk is full" in err
 
 
 def test_a_real_process_prints_no_traceback(tmp_path):

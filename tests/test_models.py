@@ -382,6 +382,10 @@ def test_a_mask_that_tells_of_too_few_tokens_is_refused():
         ({"hidden_dim": 64}, ["unknown field of CableGPTConfig 'hidden_dim'", "Did you mean 'hidden_size'?"]),
         ({"attention_backend": "flash"}, ["unknown attention backend 'flash'", "auto, "]),
         ({"attention_prune": 2.0}, ["attention_prune must lie between 0 and 1, got 2.0"]),
+        ({"attention_prune": "a"}, ["attention_prune must lie between 0 and 1, got 'a'"]),
+        ({"intermediate_size": -3}, ["intermediate_size must be a whole number of at least 1, got -3"]),
+        ({"layer_norm_eps": "a"}, ["layer_norm_eps must lie between 0 and 1, got 'a'"]),
+        ({"qk_norm": 5}, ["qk_norm must be true or false, got 5"]),
         ({"attention_prune": 0.1, "encoding": "rope"}, ["attention_prune=0.1", "'rope'", "cable, cable-nw", "alibi"]),
     ],
 )

@@ -107,7 +107,7 @@ def test_damaged_shards_are_named(tmp_path, texts):
 
 def test_another_request_never_mixes(tmp_path, texts):
     made(tmp_path / "shards", texts)
-    with pytest.raises(CableError, match="another request"):
+    with pytest.raises(CableError, match=r"of another request: shard_tokens was \d+ and is 50\. Choose another"):
         made(tmp_path / "shards", texts, shard_tokens=50)
     with pytest.raises(CableError, match="not empty"):
         made(texts, texts)

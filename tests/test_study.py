@@ -224,6 +224,13 @@ def test_results_of_other_settings_never_mix(file, tmp_path):
         cells.run(study.load(str(file), ["steps=3"]), tmp_path / "out", only=["cable"])
 
 
+def test_a_file_that_holds_no_results_is_named(file, tmp_path):
+    (tmp_path / "cable-0").mkdir()
+    (tmp_path / "cable-0/evaluation.json").write_text("{}")
+    with pytest.raises(CableError, match=r"evaluation.json' holds no results of a cell. Delete it"):
+        cells.run(study.load(str(file)), tmp_path, only=["cable"])
+
+
 def test_a_trained_cell_of_another_recipe_is_refused(file, tmp_path):
     """Also when its results are lost, or come from another study."""
     out = tmp_path / "out"
@@ -416,8 +423,10 @@ def test_two_processes_never_work_on_one_cell(file, tmp_path):
     small = study.load(str(file), ["steps=2"])
     (tmp_path / "out" / "cable-0").mkdir(parents=True)
     with alone(tmp_path / "out" / "cable-0", "cell"):
-        told = cells.run(small, tmp_path / "out", only=["cable"])
-    assert "being worked on by another process" in told["cable-0"]
+        told = []
+        assert cells.run(small, tmp_path / "out", only=["cable"], watch=lambda *what: told.append(what)) == {}
+    assert told == [("cable-0", "another process works on it", 0.0)]
+    assert not (tmp_path / "out/cable-0/failure.txt").exists()
 
 
 def test_what_another_process_has_just_read_is_not_read_again(file, tmp_path, monkeypatch):
@@ -533,6 +542,7 @@ def test_training_mixes_passkey_texts_in(tmp_path, monkeypatch):
         ("lengths = [16]\nseeds = 0", "seeds must be a list, got 0"),
         ("lengths = [16]\nseeds_of = {cable = [-1]}", "seeds_of.cable must be at least 0, got -1"),
         ("lengths = [16]\nseeds = [0, 0]", "seeds has the same number twice"),
+        ("lengths = [16]\nseeds = []", "seeds is empty. Give at least one"),
         ('lengths = [16]\nagain = {x = {of = "cable", attention_window = 0}}', "attention_window must be"),
         ("lengths = [16]\ntitle = 3", "title must be a text, got 3"),
         ("lengths = [16]\noverrides = [3]", "overrides[0] must be a text, got 3"),

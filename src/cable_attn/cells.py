@@ -34,9 +34,10 @@ from cable_attn.evaluation import (
     evaluate,
     find_held_out,
     require_known_tokens,
+    require_own_tokens,
     share_read,
 )
-from cable_attn.files import alone, as_json, read_json, writable_folder, write_json
+from cable_attn.files import InUse, alone, as_json, read_json, writable_folder, write_json
 from cable_attn.models.loading import load_model, tokenizer_of
 from cable_attn.recipe import Recipe
 from cable_attn.retrieval import cell as retrieval_cell
@@ -72,6 +73,8 @@ def run(
             run_cell(cell, out, watch)
         except Stopped:
             raise
+        except InUse:
+            _tell(watch, cell, "another process works on it", 0.0)
         except Exception as error:  # whatever it is, the other cells can still be done
             is_ours = isinstance(error, CableError)
             failed[cell.name] = str(error) if is_ours else f"{type(error).__name__}: {error}"
@@ -179,18 +182,9 @@ def check_reading(cell: Cell) -> None:
         return
     trained = Path(cell.recipe().data.path) / TOKENIZER
     if trained.is_dir():
-        _require_same_tokens(load_tokenizer(str(trained)), Path(path), str(trained))
+        require_own_tokens(load_tokenizer(str(trained)), Path(path), str(trained))
     if reading.passkey and not trained.is_dir():
         raise CableError(f"reading.passkey needs a tokenizer with the tokens in {cell.recipe().data.path!r}.")
-
-
-def _require_same_tokens(own: Any, read: Path, where: str) -> None:
-    """Another tokenizer's tokens would give a perplexity of nothing. ``own``: the model's, which lies ``where``."""
-    if (read / TOKENIZER).is_dir() and load_tokenizer(str(read / TOKENIZER)).get_vocab() != own.get_vocab():
-        raise CableError(
-            f"the tokens in {str(read)!r} were made with another tokenizer than the model's. Prepare them with "
-            f"--tokenizer {where!r}."
-        )
 
 
 def _check_beginnings(beginnings: int, lengths: list[int]) -> None:
@@ -221,6 +215,8 @@ def stored_result(cell: Cell, out: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     result: dict[str, Any] = read_json(path)
+    if "settings" not in result:
+        raise CableError(f"{str(path)!r} holds no results of a cell. Delete it to read the model again.")
     before = _complete(result["settings"])
     if before != as_json(cell.settings()):
         changed = _difference(before, cell.settings())
@@ -296,7 +292,7 @@ def _read(cell: Cell, folder: Path, own: Path, watch: Watcher | None) -> dict[st
     reading, tokenizer = study.reading, tokenizer_of(folder)
     path = reading.path or recipe.data.path
     if tokenizer is not None:
-        _require_same_tokens(tokenizer, Path(path), str(folder))
+        require_own_tokens(tokenizer, Path(path), str(folder))
     text = find_held_out(path, reading.split, reading.tokens, tokenizer, reading.beginnings)
     result["data"] = {"source": text.source, "sha256": text.sha256}
     kept = _Kept(own / READING, {key: result[key] for key in ("settings", "checkpoint_sha256", "data")})

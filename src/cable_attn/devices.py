@@ -9,12 +9,19 @@ from typing import Any
 
 import torch
 
+from cable_attn.errors import CableError
+
 TRITON = importlib.util.find_spec("triton") is not None
 
 
 def best_device() -> Any:
     """Where models run."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def require_gpu(what: str) -> None:
+    if not torch.cuda.is_available():
+        raise CableError(f"{what} needs an NVIDIA GPU, and none is to be seen.")
 
 
 def has_bf16() -> bool:

@@ -22,7 +22,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cable_attn.data.corpus import Document, embedded_corpus
-from cable_attn.data.shards import Tokens
+from cable_attn.data.shards import TOKENIZER, Tokens
+from cable_attn.data.tokenizers import load_tokenizer
 from cable_attn.data.tokens import encode, require_window
 from cable_attn.devices import has_bf16
 from cable_attn.errors import CableError, reason
@@ -107,7 +108,11 @@ def comparable(tokens: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
     """As much of ``tokens`` as every length cuts into whole windows, so that all predict the very same tokens; and one
     token more, the last target."""
     unit = math.lcm(*lengths)
-    require_window(tokens, unit + 1, "the held-out text")
+    if len(tokens) <= unit:
+        raise CableError(
+            f"lengths {', '.join(map(str, lengths))} cut the same tokens into whole windows from {unit} on, and need "
+            f"one more; the held-out text has {len(tokens)}. Choose lengths that divide each other."
+        )
     return tokens[: (len(tokens) - 1) // unit * unit + 1]
 
 
@@ -332,6 +337,16 @@ def require_known_tokens(tokens: Any, model: Any, source: str) -> None:
     if least < 0 or largest >= known:
         wrong = least if least < 0 else largest
         raise CableError(f"{source!r} has a token {wrong}, and the model knows {known}: its tokenizer is another.")
+
+
+def require_own_tokens(tokenizer: Any, shards: Path, where: str) -> None:
+    """Another tokenizer's would give a perplexity of nothing. ``tokenizer``: the model's, which lies ``where``."""
+    made_with = shards / TOKENIZER
+    if made_with.is_dir() and load_tokenizer(str(made_with)).get_vocab() != tokenizer.get_vocab():
+        raise CableError(
+            f"the tokens in {str(shards)!r} were made with another tokenizer than the model's. Prepare them with "
+            f"--tokenizer {where}."
+        )
 
 
 def require_positions(model: torch.nn.Module, length: int) -> None:

@@ -46,7 +46,7 @@ MARK = re.compile(rf"<!-- (study|table|figure) ([\w-]+)(?: ([\w-]+))? -->{INSIDE
 def fill(page: Path, stored: Path, figures: Path) -> list[Path]:
     """Rewrite the page and its figures; the paths that were written. ``stored``: the folder of the studies."""
     if not page.is_file():
-        raise CableError(f"{str(page)!r} is no file.")
+        raise CableError(f"{str(page)!r} is no file. Give --pages, or a study: cable study report FILE.")
     written: list[Path] = []
 
     def block(found: re.Match[str]) -> str:

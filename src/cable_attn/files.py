@@ -45,6 +45,10 @@ def writable_file(path: Path) -> Path:
     return path
 
 
+class InUse(CableError):
+    """By another process."""
+
+
 @contextmanager
 def alone(folder: Path, what: str) -> Iterator[None]:
     """Two processes never do the same work in one folder, which is there."""
@@ -58,7 +62,7 @@ def alone(folder: Path, what: str) -> Iterator[None]:
             if not os.path.samestat(os.fstat(file.fileno()), lock.stat()):  # of one that has just ended and a third
                 raise FileExistsError
         except (BlockingIOError, FileExistsError, FileNotFoundError) as error:
-            raise CableError(f"{str(folder)!r} is being worked on by another process.") from error
+            raise InUse(f"{str(folder)!r} is being worked on by another process.") from error
         try:
             yield
         finally:

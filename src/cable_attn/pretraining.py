@@ -27,7 +27,7 @@ from cable_attn.data.tokenizers import find_tokenizer, load_tokenizer
 from cable_attn.data.windows import Masked, Order, TokenWindows
 from cable_attn.devices import has_bf16
 from cable_attn.environment import environment
-from cable_attn.errors import CableError, require_known
+from cable_attn.errors import CableError, reason, require_known
 from cable_attn.evaluation import checkpoint_hash, require_positions
 from cable_attn.files import alone, read_json, writable_folder, write_atomically, write_json
 from cable_attn.models import CableBertConfig, CableBertForMaskedLM, CableGPTConfig, CableGPTForCausalLM
@@ -85,8 +85,10 @@ def make_config(recipe: Recipe) -> Any:
     }
     try:
         return MODELS[part.family][0].preset(part.preset, **settings)
-    except TypeError as error:
-        raise CableError(f"model.overrides: {error}") from error
+    except CableError:
+        raise
+    except Exception as error:  # transformers' own, of many kinds, for fields that are its own
+        raise CableError(f"model.overrides={part.overrides}: {reason(error)}.") from error
 
 
 def make_model(recipe: Recipe) -> PreTrainedModel:
@@ -272,7 +274,10 @@ def _claim(folder: Path, recipe: Recipe, resume: bool) -> None:
     if (folder / "config.json").exists() and not begun:
         raise CableError(f"{str(folder)!r} holds a finished model. Choose another folder with --out.")
     if begun and (changed := changes(path, recipe)):
-        raise CableError(f"the run in {str(folder)!r} has another recipe: {'; '.join(changed)}.")
+        raise CableError(
+            f"the run in {str(folder)!r} has another recipe: {'; '.join(changed)}. Give the same settings, or choose "
+            "another folder with --out."
+        )
     if path.exists() and not (folder / ENVIRONMENT).exists():
         raise CableError(f"{str(path)!r} is of no run, and would be overwritten. Choose another folder with --out.")
     remove_cut_off(folder / "checkpoints")

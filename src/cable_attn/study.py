@@ -245,6 +245,8 @@ def _check_values(study: Study) -> None:
         for key, least in {"tokens": 0, "beginnings": 0, "stride": 0, "passkey": 0, "batch_tokens": 1}.items()
     }
     for key, (least, values) in numbers.items():
+        if not values and key.startswith("seeds"):
+            raise CableError(f"study {study.name!r}: {key} is empty. Give at least one, like [0].")
         if len(set(values)) < len(values):
             raise CableError(f"study {study.name!r}: {key} has the same number twice, got {values}.")
         for value in values:

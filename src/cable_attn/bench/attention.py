@@ -20,6 +20,7 @@ from torch import Tensor
 
 from cable_attn.attention import attention
 from cable_attn.bias import PotentialBias
+from cable_attn.devices import require_gpu
 from cable_attn.errors import CableError, reason
 
 
@@ -202,8 +203,7 @@ def own_stream() -> Iterator[None]:
 
 def run(shapes: tuple[Shape, ...], tell: Callable[[str], None]) -> Iterator[dict[str, Any]]:
     """A row for each shape and peer; a peer that fails gives a row that says why."""
-    if not torch.cuda.is_available():
-        raise CableError("cable bench attention needs an NVIDIA GPU, and none is to be seen.")
+    require_gpu("cable bench attention")
     for dim in sorted({shape.dim for shape in shapes}):
         tell(f"gate passed at head dimension {dim}: error ratio {gate(dim):.2f} (2 allowed)")
     for shape in shapes:

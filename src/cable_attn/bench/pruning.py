@@ -15,6 +15,7 @@ from cable_attn.attention import fused
 from cable_attn.attention.call import Call
 from cable_attn.bench.attention import Inputs, own_stream, sdpa
 from cable_attn.bias import PotentialBias
+from cable_attn.devices import require_gpu
 from cable_attn.errors import CableError
 from cable_attn.models.capture import layer_calls
 
@@ -23,8 +24,7 @@ def run(
     model: PreTrainedModel, tokens: np.ndarray, lengths: list[int], epsilon: float, tell: Callable[[str], None]
 ) -> Iterator[dict[str, Any]]:
     """A row for each length and layer."""
-    if not torch.cuda.is_available():
-        raise CableError("cable bench pruning needs an NVIDIA GPU, and none is to be seen.")
+    require_gpu("cable bench pruning")
     model = model.to("cuda").eval()  # type: ignore[arg-type]
     for length in lengths:
         if len(tokens) < length:

@@ -18,7 +18,7 @@ from cable_attn.attention import fused, tiles
 from cable_attn.attention.operands import LINEAR, LOG
 from cable_attn.attention.tiles import Tile, Tiles
 from cable_attn.bench.attention import Inputs, Shape, own_stream
-from cable_attn.errors import CableError
+from cable_attn.devices import require_gpu
 
 BIASES = {"cable": LINEAR, "k-cable": LOG}
 SIZES = {
@@ -84,8 +84,7 @@ def _compile(shape: Shape, bias: str, jobs: list[tuple[str, Tile]]) -> list[tupl
 
 def run(shape: Shape, bias: str, tell: Callable[[str], None]) -> Iterator[dict[str, Any]]:
     """A row for each kernel and tile: milliseconds of the forward or of the backward pass."""
-    if not torch.cuda.is_available():
-        raise CableError("cable bench tiles needs an NVIDIA GPU, and none is to be seen.")
+    require_gpu("cable bench tiles")
     jobs = [(kernel, tile) for kernel in SIZES for tile in candidates(kernel)]
     workers = os.cpu_count() or 1
     tell(f"compiling {len(jobs)} candidates in {workers} processes")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -10,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
+from transformers.utils import logging
 from typer.core import TyperGroup
 
 from cable_attn.cli import bench, data, evaluation, generation, look, models, retrieval, study
@@ -24,7 +26,9 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            Console(stderr=True).print("Interrupted. What can be resumed goes on with the same command.")
+            Console(stderr=True).print(
+                "Interrupted. Studies and data go on with the same command, a training run with --resume."
+            )
             raise typer.Exit(128 + signal.SIGINT) from None
 
 
@@ -56,12 +60,16 @@ app.command(name="encodings")(models.list_encodings)
 def main() -> None:
     """Entry point: what a person can fix is one line and exit code 2, not a traceback."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
         app()
     except CableError as error:
         _fail(str(error))
-    except OSError as error:
-        if error.filename is None:
+    except Exception as error:
+        if os.strerror(errno.ENOSPC) in str(error):  # also of libraries that are not Python
+            _fail("the disk is full. What was written before is whole; make room, and go on.")
+        if not isinstance(error, OSError) or error.filename is None:
             raise
         _fail(f"{error.filename}: {error.strerror}.")
 

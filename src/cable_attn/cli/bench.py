@@ -15,7 +15,9 @@ from cable_attn.errors import CableError, require_known
 
 SIZES = ("tiny", "small", "medium")
 bench_app = typer.Typer(
-    help="Measure speed and memory beside the peers, behind a correctness gate.", rich_markup_mode="markdown"
+    help="Measure speed and memory beside the peers, behind a correctness gate.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
 )
 
 
@@ -108,8 +110,10 @@ def bench_train(
     The default list ends with CABLE as the authors' code does it, with a materialised bias.
     """
     from cable_attn.bench import training as bench
+    from cable_attn.devices import require_gpu
     from cable_attn.environment import environment
 
+    require_gpu("cable bench train")
     wanted = names(sizes, "--sizes")
     for size in wanted:
         require_known("size", size, SIZES)

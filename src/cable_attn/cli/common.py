@@ -45,15 +45,12 @@ class _Progress(Progress):
 
 @contextmanager
 def working() -> Iterator[Progress]:
-    """Our own progress bars, none of the libraries', and no denormals: they slow attention's backward pass 3 times.
+    """Progress bars, and no denormals: they slow attention's backward pass 3 times.
 
     Flushing them is a setting of the whole process, so only the command line does it, never the library.
     """
     import torch
-    from transformers.utils import logging
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     torch.set_flush_denormal(True)
     warnings.filterwarnings("ignore", message="The value of the smallest subnormal")  # numpy: there are none now
     columns = (

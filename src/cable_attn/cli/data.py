@@ -13,7 +13,9 @@ from rich.table import Table
 from cable_attn.cli.common import console, working
 from cable_attn.errors import CableError
 
-data_app = typer.Typer(help="Turn texts into token shards, and check them.", rich_markup_mode="markdown")
+data_app = typer.Typer(
+    help="Turn texts into token shards, and check them.", no_args_is_help=True, rich_markup_mode="markdown"
+)
 
 
 @data_app.command(name="prepare")

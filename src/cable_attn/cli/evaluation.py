@@ -55,7 +55,9 @@ def evaluate(
     ```
     """
     from cable_attn.environment import environment
+    from cable_attn.evaluation import require_own_tokens
     from cable_attn.files import writable_file
+    from cable_attn.harness import require_tasks
     from cable_attn.passkey import FORMS
 
     if form not in FORMS:
@@ -63,10 +65,15 @@ def evaluate(
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in context.params.items()}
     if out is not None:
         writable_file(out)
+    wanted = numbers(lengths) if lengths else []
+    if tasks:
+        require_tasks(names(tasks, "--tasks"), task_folder)
     model, tokenizer, digest = _load(checkpoint, need_tokenizer=data is None or passkey > 0 or bool(tasks))
+    if data is not None and tokenizer is not None:
+        require_own_tokens(tokenizer, data, checkpoint)
     held_out = _held_out(text, data, split, tokens, tokenizer)
     _require_readable(held_out, model)
-    wanted = numbers(lengths) if lengths else _default_lengths(model, len(held_out.tokens))
+    wanted = wanted or _default_lengths(model, len(held_out.tokens))
     result: dict[str, Any] = {
         "checkpoint": checkpoint,
         "checkpoint_sha256": digest,

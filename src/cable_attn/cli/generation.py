@@ -14,6 +14,8 @@ from cable_attn.errors import CableError, require_known
 from cable_attn.recipe import MOST_SEED
 
 CACHES = ("dynamic", "static")
+LONG = 4096
+"""Tokens of a prompt from which on it is told that they are read."""
 
 
 def generate(
@@ -47,15 +49,12 @@ def generate(
     """
     import torch
     from transformers import set_seed
-    from transformers.utils import logging
 
     from cable_attn.devices import best_device
     from cable_attn.models.loading import checkpoint_folder, load_causal_lm
 
     require_known("cache", cache, CACHES)
     text = _prompt(prompt, file)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     model, tokenizer = load_causal_lm(checkpoint_folder(checkpoint))
     model = model.to(best_device()).eval()
     if prune:
@@ -72,11 +71,13 @@ def generate(
     if evict:
         held = {"past_key_values": _forgetting(model, evict, cache, ids.shape[1] + tokens)}
     chunk = {"prefill_chunk_size": prefill} if 0 < prefill < ids.shape[1] else {}
+    if ids.shape[1] >= LONG:
+        Console(stderr=True).print(f"Reading {ids.shape[1]:,} tokens first.", highlight=False)
     model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, streamer=stream,
         pad_token_id=tokenizer.pad_token_id or 0, **held, **sampling, **chunk,
     )  # fmt: skip
-    Console(stderr=True).print(stream.told(ids.shape[1]), highlight=False)
+    Console(stderr=True).print(stream.told(ids.shape[1]), highlight=False, soft_wrap=True)
 
 
 def serve(

@@ -125,6 +125,7 @@ def convert(
     from cable_attn.tables import LengthTable
     from cable_attn.training import Stopped
 
+    wanted = numbers(lengths) if lengths else []
     model = ModelPart(encoding=encoding, checkpoint=source, keep_positions=keep_positions, weights=weights)
     chosen = conversion.plan(model, tokens, length, overrides or [])
     _show_plan(f"{source} → {encoding}", chosen)
@@ -140,7 +141,7 @@ def convert(
                 chosen,
                 text,
                 out,
-                numbers(lengths) if lengths else (),
+                wanted,
                 lambda what, share: progress.update(task, what=what, completed=share),
             )
             progress.update(task, what="done", completed=1.0)
@@ -162,11 +163,12 @@ def list_encodings() -> None:
     from cable_attn.encodings import ENCODINGS
 
     table = Table("name", "what it is", "options (defaults)", "bidirectional")
+    modules = [encoding.__module__ for encoding in ENCODINGS.values()]
     for name, encoding in ENCODINGS.items():
         parameters = inspect.signature(encoding.__init__).parameters.values()
         options = [f"{p.name}={p.default!r}" for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
-        summary = inspect.getdoc(inspect.getmodule(encoding)) or ""
-        table.add_row(
-            name, escape(summary.splitlines()[0]), escape("\n".join(options)), "no" if encoding.causal_only else "yes"
-        )
+        summary = (inspect.getdoc(inspect.getmodule(encoding)) or "").splitlines()[0].rstrip(":.") + "."
+        if modules.count(encoding.__module__) > 1:
+            summary += f" {(encoding.__doc__ or '').splitlines()[0]}"
+        table.add_row(name, escape(summary), escape("\n".join(options)), "no" if encoding.causal_only else "yes")
     console.print(table)

@@ -16,7 +16,9 @@ from cable_attn.errors import CableError
 from cable_attn.recipe import MOST_SEED
 
 app = typer.Typer(
-    help="Fine-tune encoders, and measure how well they find long documents.", rich_markup_mode="markdown"
+    help="Fine-tune encoders, and measure how well they find long documents.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
 )
 
 

@@ -18,6 +18,7 @@ from cable_attn.recipe import MOST_SEED
 
 app = typer.Typer(
     help="Every table of the paper is a file: train and read its cells, then make the table.",
+    no_args_is_help=True,
     rich_markup_mode="markdown",
 )
 

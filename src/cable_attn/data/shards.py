@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from cable_attn.data.corpus import Document
-from cable_attn.data.sources import Stream, state_of
+from cable_attn.data.sources import HUB, Stream, state_of
 from cable_attn.data.tokenizers import HuggingFaceTokenizer, TextTokenizer, load_tokenizer
 from cable_attn.errors import CableError, require_known
 from cable_attn.files import read_json, writable_folder, write_atomically, write_json
@@ -167,15 +167,18 @@ def _begin(
     described = {"name": request.tokenizer, "vocab_size": vocab_size, "separator": separator}
     if (folder / MANIFEST).exists():
         manifest = read_manifest(folder)
-        if manifest["request"] != asked or manifest["tokenizer"] != described:
-            raise CableError(
-                f"{str(folder)!r} holds tokens of another request ({manifest['request']['source']!r} with tokenizer "
-                f"{manifest['tokenizer']['name']!r}). Choose another folder, or delete this one."
-            )
-        if not _is_unchanged(folder, request):
+        if manifest["request"] == asked and not _is_unchanged(folder, request):
             raise CableError(
                 f"{request.source!r} has changed since its tokens were made. Choose another folder, or delete "
                 f"{str(folder)!r}."
+            )
+        before = {"tokenizer": manifest["tokenizer"]["name"], **manifest["request"], **manifest["tokenizer"]}
+        now = {"tokenizer": request.tokenizer, **asked, "vocab_size": vocab_size, "separator": separator}
+        changed = [f"{key} was {before.get(key)!r} and is {now[key]!r}" for key in now if before.get(key) != now[key]]
+        if changed:
+            raise CableError(
+                f"{str(folder)!r} holds tokens of another request: {'; '.join(changed)}. Choose another folder, or "
+                "delete this one."
             )
         _keep_tokenizer(folder, save_tokenizer)
         return manifest
@@ -257,7 +260,8 @@ def _add_shard(folder: Path, manifest: dict[str, Any], split: str, tokens: np.nd
 def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not path.is_file():
-        raise CableError(f"no prepared tokens in {str(folder)!r}. Make them: cable data prepare SOURCE {folder}")
+        source = folder.name if folder.name in HUB else "SOURCE"
+        raise CableError(f"no prepared tokens in {str(folder)!r}. Make them: cable data prepare {source} {folder}")
     manifest: dict[str, Any] = read_json(path)
     if manifest.get("version") != VERSION:
         raise CableError(f"{path}: version {manifest.get('version')} is not known here (known: {VERSION}).")

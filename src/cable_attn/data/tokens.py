@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,7 @@ def encode(documents: list[Document], tokenizer: PreTrainedTokenizerBase) -> np.
     return np.concatenate([np.asarray(separator + row, dtype=np.int64) for row in rows])
 
 
-def require_window(tokens: np.ndarray, length: int, what: str) -> None:
+def require_window(tokens: Sized, length: int, what: str) -> None:
     if len(tokens) < length:
         raise CableError(
             f"{what} has {len(tokens)} tokens, fewer than one window of {length}. Give more text or a shorter length."

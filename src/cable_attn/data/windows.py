@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
 from cable_attn.data.shards import Tokens
+from cable_attn.data.tokens import require_window
 from cable_attn.errors import CableError
 
 IGNORED = -100
@@ -20,8 +21,7 @@ class TokenWindows(Dataset):
     """Non-overlapping windows of a split. ``separate``: with ``document_ids``, and no document predicts the next."""
 
     def __init__(self, tokens: Tokens, length: int, separate: bool = False):
-        if len(tokens) < length:
-            raise CableError(f"the split has {len(tokens)} tokens, fewer than one window of {length}.")
+        require_window(tokens, length, "the text to train on")
         self.tokens, self.length, self.separate = tokens, length, separate
 
     def __len__(self) -> int:

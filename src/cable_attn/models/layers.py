@@ -22,6 +22,9 @@ from cable_attn.layout import Layout
 from cable_attn.models.cache import CachedPotential, cached_summaries, drop_summaries
 from cable_attn.models.forgetting import ForgettingCache
 
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+SIZES_OR_NONE = ("num_key_value_heads", "intermediate_size", "attention_window")
+
 
 class EncodedConfig(PreTrainedConfig):
     """The fields that GPT and BERT share.
@@ -63,18 +66,21 @@ class EncodedConfig(PreTrainedConfig):
 
     def check(self) -> None:
         """Raise an error that names the first field that does not fit."""
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "max_position_embeddings",
-        ):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise CableError(f"{name} must be a whole number of at least 1, got {getattr(self, name)!r}.")
-        for name in ("attention_dropout", "hidden_dropout"):
+        for name in (*SIZES, *SIZES_OR_NONE):
+            value = getattr(self, name)
+            if value is None and name in SIZES_OR_NONE:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise CableError(f"{name} must be a whole number of at least 1, got {value!r}.")
+        for name in ("attention_dropout", "hidden_dropout", "layer_norm_eps", "initializer_range"):
             if not isinstance(getattr(self, name), float | int) or not 0 <= getattr(self, name) <= 1:
                 raise CableError(f"{name} must lie between 0 and 1, got {getattr(self, name)!r}.")
+        for name in ("qk_norm", "tie_word_embeddings"):
+            if not isinstance(getattr(self, name), bool):
+                raise CableError(f"{name} must be true or false, got {getattr(self, name)!r}.")
+        prune = self.attention_prune
+        if prune is not None and not (isinstance(prune, float | int) and 0 < prune < 1):
+            raise CableError(f"attention_prune must lie between 0 and 1, got {prune!r}.")
         if self.hidden_size % self.num_attention_heads:
             divisors = [str(n) for n in range(1, 65) if self.hidden_size % n == 0]
             raise CableError(
@@ -95,11 +101,6 @@ class EncodedConfig(PreTrainedConfig):
                 f"attention_prune={self.attention_prune} with the encoding {self.encoding!r}: nothing that lies far "
                 f"away is provably negligible there. Leave it out, or use one of {names}."
             )
-        window = self.attention_window
-        if window is not None and (not isinstance(window, int) or window < 1):
-            raise CableError(f"attention_window must be a whole number of at least 1, got {window!r}.")
-        if self.attention_prune is not None and not 0 < self.attention_prune < 1:
-            raise CableError(f"attention_prune must lie between 0 and 1, got {self.attention_prune}.")
 
     def wanted_outputs(self, attentions: bool | None, hidden_states: bool | None) -> tuple[bool, bool]:
         """What a call asks for, or else the config."""

@@ -47,6 +47,8 @@ def load_causal_lm(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
     if load_config(folder).model_type == "cable_bert":
         raise CableError(f"{str(folder)!r} is an encoder, which does not write text. Give a GPT.")
     model = load_model(folder)
+    if not any((folder / name).is_file() for name in TOKENIZERS):
+        raise CableError(f"{str(folder)!r} has no tokenizer. Copy the one that its tokens were made with into it.")
     try:
         return model, AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
@@ -95,7 +97,9 @@ def load_model(folder: Path, kind: Any = AutoModelForCausalLM, **changes: Any) -
 
 def _require_config(folder: Path) -> None:
     if not (folder / "config.json").is_file():
-        raise CableError(f"{str(folder)!r} is not a checkpoint: it has no config.json.")
+        runs = [str(path.parent) for path in sorted(folder.glob("*/config.json"))]
+        hint = f" These are in it: {', '.join(runs[:5])}." if runs else ""
+        raise CableError(f"{str(folder)!r} is not a checkpoint: it has no config.json.{hint}")
 
 
 def _broken(folder: Path, error: Exception) -> CableError:
