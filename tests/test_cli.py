@@ -235,7 +235,7 @@ def bad_folders(run, tmp_path):
             ["eval", "{}/run/cable-0", "--lengths", "96,100", "--tokens", "999", "--same-tokens"],
             "from 2400 on, and need one",
         ),
-        (["bench", "train", "--results", "{}/rows"], "cable bench train needs an NVIDIA GPU"),
+        (["bench", "train", "--results", "{}/rows"], "cable bench train, at its own sizes, needs an NVIDIA GPU"),
         (
             ["train", "gpt-embedded", "overrides.dtype=foo", "--dry-run"],
             "'dtype': 'foo'}: module 'torch' has no attribute 'foo'.",

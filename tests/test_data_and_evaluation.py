@@ -277,5 +277,5 @@ def test_losses_by_place_are_finer_where_the_text_begins():
 def test_every_length_predicts_the_same_tokens():
     tokens = np.arange(1000)
     assert len(comparable(tokens, [8, 32, 64])) == 960 + 1
-    with pytest.raises(CableError, match="held-out text has 1000 tokens, fewer than one window of 1025"):
+    with pytest.raises(CableError, match=r"from 1024 on, and need one more; the held-out text has 1000\. Choose"):
         comparable(tokens, [512, 1024])

@@ -53,7 +53,10 @@ def find_bias_encoding(name: str, options: Mapping[str, Any], causal: bool) -> t
     found = find_encoding(name, options, causal=causal)
     if not acts_by_bias(found):
         names = ", ".join(name for name, known in ENCODINGS.items() if acts_by_bias(known))
-        raise CableError(f"the encoding {name!r} is not one that adds a bias to the scores and no more: {names}.")
+        raise CableError(
+            f"the encoding {name!r} does more than add a bias to the scores, or adds none. These add one and no more: "
+            f"{names}."
+        )
     return found
 
 
