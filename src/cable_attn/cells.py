@@ -172,8 +172,8 @@ def check_reading(cell: Cell) -> None:
     if reading.beginnings:
         _check_beginnings(reading.beginnings, lengths)
         tokens = reading.beginnings * sum(b - a >= reading.beginnings for a, b in pairwise([*starts, tokens])) + 1
-    most = reading.tokens // max(reading.beginnings, 1) * max(reading.beginnings, 1)
-    available = min(tokens, most + 1) if reading.tokens else tokens
+    unit = reading.beginnings or 1  # only whole beginnings are read
+    available = min(tokens, reading.tokens // unit * unit + 1) if reading.tokens else tokens
     needed = math.lcm(*lengths) if reading.same_tokens else max(lengths)
     if available <= needed:
         what = f"lengths that predict the same tokens need {needed}" if reading.same_tokens else f"{needed} needs"

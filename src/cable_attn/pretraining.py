@@ -88,6 +88,8 @@ def make_config(recipe: Recipe) -> Any:
     except CableError:
         raise
     except Exception as error:  # transformers' own, of many kinds, for fields that are its own
+        if not part.overrides:
+            raise
         raise CableError(f"model.overrides={part.overrides}: {reason(error)}.") from error
 
 

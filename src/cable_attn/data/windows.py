@@ -21,7 +21,7 @@ class TokenWindows(Dataset):
     """Non-overlapping windows of a split. ``separate``: with ``document_ids``, and no document predicts the next."""
 
     def __init__(self, tokens: Tokens, length: int, separate: bool = False):
-        require_window(tokens, length, "the text to train on")
+        require_window(tokens, length, "the split")
         self.tokens, self.length, self.separate = tokens, length, separate
 
     def __len__(self) -> int:
