@@ -159,16 +159,26 @@ def test_a_study_whose_cells_had_the_machine_alone_tells_their_speed(stored, tmp
     file = stored / "books.toml"
     file.write_text(file.read_text().replace("lengths =", "speeds = true\nlengths =", 1))
     page.write_text("<!-- study books -->\n<!-- end -->\n<!-- claims -->\n<!-- end -->\n")
-    tests = ["books speed at reading: cable > 0.1 * rope", "books memory at training: cable < 0.1 * rope"]
+    tests = ["books speed at reading: cable > 0.1 * fire", "books memory at training: cable < 0.1 * fire"]
     (stored / "claims.toml").write_text(f"[[claim]]\nnumber = 2\ntests = {json.dumps(tests)}\n")
     evidence.fill(page, stored, tmp_path)
-    stored_run = json.loads((stored / "results/books/rope-0/evaluation.json").read_text())
+    stored_run = json.loads((stored / "results/books/fire-0/evaluation.json").read_text())
     first = stored_run["results"][0]
     speeds = page.read_text().split("**Thousands of tokens a second")[1]
-    row = next(line for line in speeds.splitlines() if line.startswith("| rope |")).split("|")
+    row = next(line for line in speeds.splitlines() if line.startswith("| fire |")).split("|")
     assert row[2].strip() == f"{stored_run['training']['median_tokens_per_second'] / 1000:.1f}"
     assert row[3].strip() == f"{first['tokens'] / first['seconds'] / 1000:.1f}"
     assert "✓ books speed at reading: cable" in speeds and "✗ books memory at training: cable" in speeds
+
+
+def test_a_study_of_models_of_another_one_leaves_their_training_to_that(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- study small-wikitext -->\n<!-- end -->\n")
+    evidence.fill(page, ROOT / "benchmarks", tmp_path)
+    told = page.read_text()
+    assert "The models are those of *small*." in told and "| run | read in s |" in told
+    assert "training" not in told.lower().split("<details>")[1]
+    assert not list(tmp_path.glob("*-loss.svg")) and list(tmp_path.glob("*-perplexity.svg"))
 
 
 @pytest.mark.parametrize(
@@ -179,7 +189,7 @@ def test_a_study_whose_cells_had_the_machine_alone_tells_their_speed(stored, tmp
         ("studies books", "<!-- studies books --> in page.md is no mark that is known"),
         ("~ books at 1024: cable", "<!-- ~ books at 1024: cable --> in page.md is no mark that is known"),
         ("× long passkey at 131072: rope, YaRN × 128 over rope", "nothing can be told over 0. Tell both numbers."),
-        ("-% books at 1024: alibi over cable", "in page.md is 4.4 %: the sentence says that it lies on the other side"),
+        ("-% books at 1024: alibi over cable", "%: the sentence says that it lies on the other side"),
         ("= nowhere at 1024: cable", "unknown table in page.md 'nowhere'. Allowed: "),
         ("= books at 1024: nobody", "unknown name in page.md 'nobody'. Allowed: "),
         ("= books at 7: cable", "unknown column of 'cable' in page.md '7'. Allowed: 512, "),
@@ -199,10 +209,10 @@ def test_marks_that_name_nothing_are_errors_and_the_page_stays(mark, words, tmp_
 
 def test_sentences_tell_stored_numbers(tmp_path):
     page = tmp_path / "page.md"
-    file = ROOT / "benchmarks/results/books/{}-0/evaluation.json"
+    file = ROOT / "benchmarks/results/small/{}-0/evaluation.json"
     alibi, rope = (json.loads(Path(str(file).format(name)).read_text())["results"] for name in ("alibi", "rope"))
     (near, far), (_, other) = ([one[1]["perplexity"], one[-1]["perplexity"]] for one in (rope, alibi))
-    asked = ("= books at 1024: rope", "-% books at 15360: alibi over rope", "× books: rope@15360 over rope@1024")
+    asked = ("= small at 1024: rope", "-% small at 15360: alibi over rope", "× small: rope@15360 over rope@1024")
     page.write_text(" ".join(f"is <!-- {one} -->old<!-- end -->" for one in asked))
     evidence.fill(page, ROOT / "benchmarks", tmp_path)
     told = [f"{near:.2f}", f"{100 * (1 - other / far):.0f} %", f"{far / near:.1f}"]
@@ -256,27 +266,27 @@ def test_a_verdict_follows_from_stored_numbers(tests, verdict, stored, tmp_path)
 
 
 def test_claims_compare_one_run_and_the_mean_of_seeds(stored, tmp_path):
-    first = stored / "results/books/alibi-0"
+    first = stored / "results/books/kerple-log-0"
     again = json.loads((first / "evaluation.json").read_text())
     again["training"]["eval_loss"] += 2
-    again |= {"cell": "alibi-1", "seed": 1}
+    again |= {"cell": "kerple-log-1", "seed": 1}
     again["settings"]["recipe"]["train"]["seed"] = 1
-    (stored / "results/books/alibi-1").mkdir()
-    (stored / "results/books/alibi-1/evaluation.json").write_text(json.dumps(again))
+    (stored / "results/books/kerple-log-1").mkdir()
+    (stored / "results/books/kerple-log-1/evaluation.json").write_text(json.dumps(again))
     study = stored / "books.toml"
-    study.write_text(study.read_text().replace("[seeds_of]", "[seeds_of]\nalibi = [0, 1]\n"))
+    study.write_text(study.read_text().replace("[seeds_of]", "[seeds_of]\nkerple-log = [0, 1]\n"))
     row = {"batch": 1, "length": 1024, "commit": "new"}
     rows = [("rope", 1, 4.0, "bf16"), ("cable", 1, 1.0, "bf16"), ("cable", 1, 9.0, "fp32"), ("rope", 2, 0.5, "bf16")]
     lines = [row | dict(zip(("model", "begun", "ms", "precision"), one)) for one in rows]
     (stored / "results/decode.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     tests = [
-        "books loss: alibi@held-out > alibi@held-out",
+        "books loss: kerple-log@held-out > kerple-log@held-out",
         "decode: cable@1024 < rope@1024",
         "decode: rope@1024 > 0.1 * rope@1024",
     ]
     (stored / "claims.toml").write_text(f"[[claim]]\nnumber = 2\ntests = {json.dumps(tests)}\n")
     told = claims.table(stored, tmp_path / "page.md")
-    assert f"✗ books loss at held-out: alibi {again['training']['eval_loss'] - 1:.3f} >" in told
+    assert f"✗ books loss at held-out: kerple-log {again['training']['eval_loss'] - 1:.3f} >" in told
     assert "✓ decode at 1024: cable 1.000 < rope 4.000" in told
     assert "✓ decode at 1024: rope 0.500 > 0.1 × rope 0.500" in told, "the last run that has both"
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,8 @@ class Stored:
         self.folder = stored / "results" / name
         self.page, self.figures, self.written = page, figures, written
         self.gathered = summary.gather_study(self.study, self.folder)
+        if self.study.trained_by:  # that study tells of the training
+            self.gathered = replace(self.gathered, rows=[{**row, "training": {}} for row in self.gathered.rows])
         if not self.gathered.rows:
             raise CableError(f"{str(self.folder)!r} holds no results yet.")
 
@@ -182,22 +185,16 @@ class Stored:
 
     def _runs(self) -> str:
         """What was trained, for how long, and the file behind it."""
-        lines = [self._run(row) for row in self.gathered.rows]
-        header = (
-            "run",
-            *(head for head, _ in summary.TRAINING.values()),
-            "read in s",
-            "read tokens/s",
-            "GPU",
-            "commit",
-        )
+        known = {} if self.study.trained_by else summary.TRAINING
+        lines = [self._run(row, known) for row in self.gathered.rows]
+        header = ("run", *(head for head, _ in known.values()), "read in s", "read tokens/s", "GPU", "commit")
         told = [*filter(None, [comparisons.learning(self.gathered)]), markdown_table(header, lines)]
         return "\n\n".join(["<details><summary>The runs</summary>", *told, "</details>"])
 
-    def _run(self, row: dict[str, Any]) -> list[str]:
+    def _run(self, row: dict[str, Any], known: dict[str, tuple[str, str]]) -> list[str]:
         folders = {cell.name: cell.folder(self.folder) for cell in self.study.cells()}
         file = folders[row["cell"]] / EVALUATION
-        told = [summary.told(row["training"].get(key), form) for key, (_, form) in summary.TRAINING.items()]
+        told = [summary.told(row["training"].get(key), form) for key, (_, form) in known.items()]
         seconds, tokens = findings.reading(row)
         told += [f"{seconds:.0f}", f"{tokens / seconds:,.0f}"] if seconds else ["–", "–"]
         return [f"[{row['cell']}]({self._link(file)})", *told, row.get("gpu") or "CPU", row["commit"] or "–"]
@@ -210,6 +207,7 @@ class Stored:
         file = self.folder.parent.parent / f"{self.study.name}.toml"
         study = f"[{file.name}]({self._link(file)})" if file.is_file() else f"`cable study run {self.study.name}`"
         told = f"{study} with {'; '.join(versions)}."
+        told += f" The models are those of *{self.study.trained_by}*." if self.study.trained_by else ""
         return told + (f" Not run yet: {left} of {len(self.study.cells())} cells." if left else "")
 
     def _link(self, target: Path) -> str:
