@@ -124,7 +124,7 @@ def contexts(gathered: Gathered) -> str:
     theirs_too = "; in square brackets the same from the paper's numbers" if gathered.paper_rows else ""
     title = (
         f"**Perplexity of tokens with so many before them, % above that of tokens with {near[0]} to {near[1]}; in "
-        f"brackets 95 % of it when documents are drawn anew{theirs_too}**"
+        f"brackets 95 % of it when documents are drawn anew; the chance of other seeds comes on top{theirs_too}**"
     )
     return f"{title}\n\n{markdown_table(['encoding', *(f'{low} to {high}' for low, high in bands)], lines)}"
 
@@ -168,12 +168,54 @@ def by_context(gathered: Gathered) -> dict[str, dict[Band, tuple[float, float, f
     before it. Of seeds that were read at all lengths that any was.
     """
     near, told = reference(gathered), dict[str, dict[Band, tuple[float, float, float]]]()
+    for name, seeds in _read_throughout(gathered).items():
+        bands = {band: [_added(own, band) for own in seeds] for band in pairwise(sorted(seeds[0]))}
+        if near in bands:
+            told[name] = {band: perplexity_over(own, bands[near]) for band, own in bands.items() if band >= near}
+    return told
+
+
+def by_far_text(gathered: Gathered) -> dict[str, dict[int, float]]:
+    """variant → length → the share that far text has in what longer windows than those of training gain."""
+    near = reference(gathered)
+    if near is None or near[1] != gathered.trained_at:
+        return {}
+    return {
+        name: shares_of_far_text({n: statistics.mean(_loss(own[n]) for own in seeds) for n in seeds[0]}, near)
+        for name, seeds in _read_throughout(gathered).items()
+    }
+
+
+def _loss(documents: ByDocument) -> float:
+    counts, losses = zip(*documents)
+    return statistics.fmean(losses, counts)
+
+
+def shares_of_far_text(read: Mapping[int, float], near: Band) -> dict[int, float]:
+    """Losses by length → for each longer than the training length that has a lower one, the share in what it gains.
+
+    If a token with more before it than in training were as hard as those of the reference, which have nearly that, long
+    windows would gain all the same: fewer of their tokens have little before them. What they gain beyond is far text's.
+    """
+    half, trained_at = near
+    if not {half, trained_at} <= set(read):
+        return {}
+    level = (trained_at * read[trained_at] - half * read[half]) / (trained_at - half)
+    longer = {n: loss for n, loss in read.items() if n > trained_at and loss < read[trained_at]}
+    return {
+        n: (level + (read[trained_at] - level) * trained_at / n - loss) / (read[trained_at] - loss)
+        for n, loss in longer.items()
+    }
+
+
+def _read_throughout(gathered: Gathered) -> dict[str, list[dict[int, ByDocument]]]:
+    """variant → its seeds that were read at all lengths that any was, of whole documents."""
+    told = {}
     for name, by_seed in _by_document(gathered).items():
         lengths = sorted({length for own in by_seed for length in own})
         seeds = [whole for own in by_seed if sorted(own) == lengths and (whole := _whole_documents(own))]
-        bands = {band: [_added(own, band) for own in seeds] for band in pairwise(lengths)}
-        if near in bands and seeds:
-            told[name] = {band: perplexity_over(own, bands[near]) for band, own in bands.items() if band >= near}
+        if seeds:
+            told[name] = seeds
     return told
 
 
