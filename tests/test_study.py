@@ -136,7 +136,10 @@ def test_passkeys_are_part_of_a_study(tmp_path):
     file = tmp_path / "small.toml"
     file.write_text(TOML.replace("lengths = [16, 64]", "lengths = [96, 128]").replace('"alibi"]', "]"))
     small = study.load(str(file), ["steps=2"])
-    assert cells.run(small, tmp_path / "out") == {}
+    told = []
+    assert cells.run(small, tmp_path / "out", watch=lambda *what: told.append(what[1:])) == {}
+    shares = [share for what, share in told if what.startswith("looking for pass keys in ")]
+    assert len(shares) == 2 * len(passkey.DEPTHS) and sorted(shares) == shares and shares[-1] == 1
     [row] = cells.results(small, tmp_path / "out")
     assert {(r["length"], r["depth"]) for r in row["passkey"]} == {(n, d) for n in (96, 128) for d in passkey.DEPTHS}
     assert list(findings.found_by_length([row])["cable"]) == [96, 128]

@@ -35,7 +35,7 @@ from cable_attn.evaluation import (
     find_held_out,
     require_known_tokens,
     require_own_tokens,
-    share_read,
+    share_of,
 )
 from cable_attn.files import InUse, alone, as_json, read_json, writable_folder, write_json
 from cable_attn.models.loading import load_model, tokenizer_of
@@ -331,10 +331,10 @@ def _read_model(
     model = load_model(folder, **changes).to(best_device())
     require_known_tokens(text.tokens, model, text.source)
 
-    def on_share(length: int, share: float) -> None:
-        _tell(watch, cell, f"reading {length} tokens at once", share)
+    def told_as(what: str, total: int) -> Callable[[int, int], None]:
+        return share_of(total, lambda length, share: _tell(watch, cell, what.format(length), share))
 
-    on_tokens = share_read(text, study.lengths, on_share)
+    on_tokens = told_as("reading {} tokens at once", len(text.tokens) * len(study.lengths))
     options: dict[str, Any] = {"stride": reading.stride or None, "same_tokens": reading.same_tokens}
     options |= {"known": kept.rows.get(name, ()), "keep": partial(kept.keep, name)}
     rows = evaluate(model, text, study.lengths, batch_tokens=reading.batch_tokens, watch=on_tokens, **options)
@@ -344,9 +344,10 @@ def _read_model(
     result: dict[str, Any] = {"results": rows}
     if reading.passkey:
         task = passkey.Task(text.tokenizer)
-        _tell(watch, cell, "looking for pass keys", 1.0)
+        total = sum(study.lengths) * len(passkey.DEPTHS) * reading.passkey
+        on_tokens = told_as("looking for pass keys in {} tokens", total)
         own = f"pass keys {name}"
-        options = {"known": kept.rows.get(own, ()), "keep": partial(kept.keep, own)}
+        options = {"known": kept.rows.get(own, ()), "keep": partial(kept.keep, own), "watch": on_tokens}
         lengths, depths = study.lengths, passkey.DEPTHS
         result["passkey"] = passkey.measure(model, task, text.tokens, lengths, depths, reading.passkey, **options)
         _require_memory(cell, result["passkey"])

@@ -176,14 +176,27 @@ def by_context(gathered: Gathered) -> dict[str, dict[Band, tuple[float, float, f
 
 
 def by_far_text(gathered: Gathered) -> dict[str, dict[int, float]]:
-    """variant → length → the share that far text has in what longer windows than those of training gain."""
+    """variant → length longer than in training → its perplexity over what it would be if far text were worth nothing."""
     near = reference(gathered)
     if near is None or near[1] != gathered.trained_at:
         return {}
-    return {
-        name: shares_of_far_text({n: statistics.mean(_loss(own[n]) for own in seeds) for n in seeds[0]}, near)
+    read = {
+        name: {n: statistics.mean(_loss(own[n]) for own in seeds) for n in seeds[0]}
         for name, seeds in _read_throughout(gathered).items()
     }
+    return {name: over_no_far_text(losses, near) for name, losses in read.items() if set(near) <= set(losses)}
+
+
+def over_no_far_text(losses: Mapping[int, float], near: Band) -> dict[int, float]:
+    """By length. ``near``: the tokens with the most before them that training knows.
+
+    If all that have more before them were as hard as those, longer windows would gain all the same: fewer of their
+    tokens have little before them.
+    """
+    low, trained_at = near
+    level = (trained_at * losses[trained_at] - low * losses[low]) / (trained_at - low)
+    without = {n: level + (losses[trained_at] - level) * trained_at / n for n in losses if n > trained_at}
+    return {n: math.exp(losses[n] - loss) for n, loss in without.items()}
 
 
 def _loss(documents: ByDocument) -> float:

@@ -23,7 +23,7 @@ from cable_attn.data.tokenizers import find_tokenizer
 from cable_attn.devices import best_device
 from cable_attn.environment import environment
 from cable_attn.errors import CableError, require_known
-from cable_attn.evaluation import HeldOut, evaluate, find_held_out, share_read
+from cable_attn.evaluation import HeldOut, evaluate, find_held_out, share_of
 from cable_attn.files import as_json, read_json, writable_folder, write_json
 from cable_attn.models.loading import checkpoint_folder, load_model, tokenizer_of
 from cable_attn.recipe import WEIGHTS, DataPart, ModelPart, Recipe, TrainPart
@@ -162,7 +162,8 @@ def _refuse_foreign(out: Path, source: Path) -> None:
 
 def _read(folder: Path, text: HeldOut, lengths: Sequence[int], when: str, tell: Watcher) -> Any:
     model = load_model(folder, dtype=torch.float32).to(best_device())
-    watch = share_read(text, lengths, lambda length, share: tell(f"reading {when}, {length} tokens at once", share))
+    total = len(text.tokens) * len(lengths)
+    watch = share_of(total, lambda length, share: tell(f"reading {when}, {length} tokens at once", share))
     return evaluate(model, text, lengths, watch=watch, batch_tokens=16384)
 
 

@@ -292,9 +292,9 @@ def text_bytes(tokens: np.ndarray, tokenizer: Any) -> int | None:
     return len(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False).encode())
 
 
-def share_read(text: HeldOut, lengths: Sequence[int], tell: Callable[[int, float], None]) -> Callable[[int, int], None]:
-    """A ``watch`` that tells of the length that is read, and the share of all reading that is done."""
-    done, total = 0, len(text.tokens) * len(lengths)
+def share_of(total: int, tell: Callable[[int, float], None]) -> Callable[[int, int], None]:
+    """A ``watch`` that tells of the length that is read, and the share of all tokens to read that are done."""
+    done = 0
 
     def watch(length: int, count: int) -> None:
         nonlocal done

@@ -4,8 +4,8 @@
     STUDY seeds                       deviation over seeds as % of the mean, by length; ``all``: of all together
     STUDY context                     of tokens with LOW to HIGH before them, % above that of tokens with half of the
                                       training length to all of it, or of the first that are read: ``LOW-HIGH``
-    STUDY far                         the share of far text, in %, in what windows of a length longer than that of
-                                      training gain over those of that length
+    STUDY far                         by how many % the text further back than in training changes the perplexity of
+                                      longer windows, by their length
     STUDY gap                         loss in training above that of the variant that it is told over, in each sixth of
                                       it: ``1`` to ``6``
     STUDY passkey                     % of pass keys found, by length
@@ -101,8 +101,8 @@ def _tables(stored: Path) -> Iterator[tuple[str, Numbers]]:
     for name, printed in findings.paper_numbers().items():
         yield f"paper {name}", Numbers(printed, stored, "{:g}")
         yield f"paper {name} context", Numbers(_paper_contexts(printed), stored, "{:+z.1f} %")
-        if (findings.paper(name) or {}).get("trained_at") == NEAR[1]:
-            yield f"paper {name} far", Numbers(_paper_far(printed), stored, "{:.0f} %")
+        if far := _paper_far(name, printed):
+            yield f"paper {name} far", Numbers(far, stored, "{:+z.1f} %")
     speeds = stored / "results/training.jsonl"
     rows = records.latest_by_size(records.read(speeds)) if speeds.is_file() else []
     for name, key in (("training", "tokens_per_second"), ("memory", "peak_mib"), ("parameters", "parameters")):
@@ -160,8 +160,8 @@ def _of_long_texts(name: str, gathered: summary.Gathered, folder: Path) -> Itera
         for variant, own in comparisons.by_context(gathered).items()
     }
     yield f"{name} context", Numbers(contexts, folder, "{:+z.1f} %")
-    if shares_of_far := {variant: own for variant, own in comparisons.by_far_text(gathered).items() if own}:
-        yield f"{name} far", Numbers(_percent(shares_of_far), folder, "{:.0f} %")
+    if far := comparisons.by_far_text(gathered):
+        yield f"{name} far", Numbers({variant: _above(own) for variant, own in far.items()}, folder, "{:+z.1f} %")
     gaps = comparisons.training_gaps(gathered)
     shares = {variant: {str(n): gap for n, gap in enumerate(own, 1)} for variant, own in gaps.items()}
     yield f"{name} gap", Numbers(shares, folder, "{:.3f}")
@@ -182,13 +182,16 @@ def _paper_contexts(printed: Mapping[str, Mapping[str, float]]) -> dict[str, dic
     }
 
 
-def _paper_far(printed: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+def _paper_far(entry: str, printed: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    told = findings.paper(entry) or {}
+    if told["trained_at"] != NEAR[1] or told["metric"] != "perplexity":
+        return {}
     losses = {name: {int(n): math.log(value) for n, value in row.items()} for name, row in printed.items()}
-    return _percent({name: comparisons.shares_of_far_text(row, NEAR) for name, row in losses.items()})
+    return {name: _above(comparisons.over_no_far_text(row, NEAR)) for name, row in losses.items()}
 
 
-def _percent(shares: Mapping[str, Mapping[int, float]]) -> dict[str, dict[str, float]]:
-    return {name: {str(n): 100 * share for n, share in row.items()} for name, row in shares.items()}
+def _above(ratios: Mapping[int, float]) -> dict[str, float]:
+    return {str(n): 100 * (ratio - 1) for n, ratio in ratios.items()}
 
 
 def _by_length(found: Mapping[str, Mapping[int, list[float]]]) -> dict[str, dict[str, float]]:
