@@ -128,7 +128,7 @@ def test_what_far_text_is_worth_leaves_out_that_fewer_tokens_begin_a_text():
     assert "that of tokens with 32 to 64;" in told[0] and told[2] == "| encoding | 64 to 128 |"
     assert told[4:] == [f"| cable | {fifteen} ({fifteen} to {fifteen}) [{half}] |", "| alibi | 0.0 (0.0 to 0.0) |"]
     assert "paper" not in comparisons.contexts(summary.Gathered("t", rows, {}, {}))
-    # Without far text it would be 1.5: half of a window of 128 would have 1 instead of 2. Seeds of 1.45 and 1.4 are less.
+    # Without far text it would be 1.5: half of a window of 128 would have 1 instead of 2. Seeds of 1.45 and 1.4: less.
     far = comparisons.by_far_text(summary.Gathered("t", [*rows, row("rope", 0, 2.1)], {}, {}))
     assert far["cable"] == {128: pytest.approx(math.exp(-0.075))} and far["alibi"] == {128: pytest.approx(1)}
     assert far["rope"] == {128: pytest.approx(math.exp(0.6))} and far["learnable"] == {}, "reads no further"

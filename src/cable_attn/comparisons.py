@@ -176,7 +176,7 @@ def by_context(gathered: Gathered) -> dict[str, dict[Band, tuple[float, float, f
 
 
 def by_far_text(gathered: Gathered) -> dict[str, dict[int, float]]:
-    """variant → length longer than in training → its perplexity over what it would be if far text were worth nothing."""
+    """variant → length longer than in training → perplexity over what it would be if far text were worth nothing."""
     near = reference(gathered)
     if near is None or near[1] != gathered.trained_at:
         return {}
@@ -202,23 +202,6 @@ def over_no_far_text(losses: Mapping[int, float], near: Band) -> dict[int, float
 def _loss(documents: ByDocument) -> float:
     counts, losses = zip(*documents)
     return statistics.fmean(losses, counts)
-
-
-def shares_of_far_text(read: Mapping[int, float], near: Band) -> dict[int, float]:
-    """Losses by length → for each longer than the training length that has a lower one, the share in what it gains.
-
-    If a token with more before it than in training were as hard as those of the reference, which have nearly that, long
-    windows would gain all the same: fewer of their tokens have little before them. What they gain beyond is far text's.
-    """
-    half, trained_at = near
-    if not {half, trained_at} <= set(read):
-        return {}
-    level = (trained_at * read[trained_at] - half * read[half]) / (trained_at - half)
-    longer = {n: loss for n, loss in read.items() if n > trained_at and loss < read[trained_at]}
-    return {
-        n: (level + (read[trained_at] - level) * trained_at / n - loss) / (read[trained_at] - loss)
-        for n, loss in longer.items()
-    }
 
 
 def _read_throughout(gathered: Gathered) -> dict[str, list[dict[int, ByDocument]]]:

@@ -183,8 +183,8 @@ def _paper_contexts(printed: Mapping[str, Mapping[str, float]]) -> dict[str, dic
 
 
 def _paper_far(entry: str, printed: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    told = findings.paper(entry) or {}
-    if told["trained_at"] != NEAR[1] or told["metric"] != "perplexity":
+    told = findings.paper(entry)
+    if told is None or told["trained_at"] != NEAR[1] or told["metric"] != "perplexity":
         return {}
     losses = {name: {int(n): math.log(value) for n, value in row.items()} for name, row in printed.items()}
     return {name: _above(comparisons.over_no_far_text(row, NEAR)) for name, row in losses.items()}
