@@ -256,8 +256,15 @@ def test_tokens_of_another_tokenizer_are_refused(llama, tmp_path):
         app, ["data", "prepare", "embedded", str(tmp_path / "data"), "--tokenizer", str(tmp_path / "tokenizer")]
     )
     assert done.exit_code == 0, done.output
-    with pytest.raises(CableError, match="made with another tokenizer"):
-        converted(llama, tmp_path / "data", tmp_path / "out")
+    recipe = conversion.plan(ModelPart(checkpoint=str(llama)), 1024)
+    with pytest.raises(CableError, match="made with another tokenizer"):  # before anything is read
+        conversion.prepare_data(str(tmp_path / "data"), recipe, tmp_path / "out")
+
+
+def test_about_as_many_tokens_as_were_asked_for(llama):
+    """Updates are whole windows: 4000 tokens are one of 3968 and not two."""
+    train = conversion.plan(ModelPart(checkpoint=str(llama)), 4000, length=64).train
+    assert (train.tokens_per_update, train.steps) == (3968, 1)
 
 
 def test_a_checkpoint_keeps_its_tokenizer_whatever_its_files_are(llama, tmp_path):

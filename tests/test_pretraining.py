@@ -194,6 +194,8 @@ def test_without_validation_text_it_trains_and_does_not_evaluate(tmp_path):
     prepare(tmp_path / "data", Request("a", "bpe:300"), streams, tokenizer)
     pretraining.run(small(tmp_path / "data", steps=2, eval_every=1, workers=1), tmp_path / "run")
     assert len(metrics(tmp_path / "run")) == 2 and metrics(tmp_path / "run", "eval_loss") == {}
+    done = CliRunner().invoke(app, ["train", str(tmp_path / "run"), "--out", str(tmp_path / "again")])
+    assert done.exit_code == 0 and "No loss on held-out text" in done.output
 
 
 def test_a_run_that_never_saved_claims_nothing(shards, tmp_path):

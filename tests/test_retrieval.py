@@ -249,7 +249,7 @@ def test_odd_collections_are_told(tmp_path):
     found = read_collection(tmp_path / "c")
     assert found.documents == {"a": "T x", "empty": ""} and list(found.queries) == ["q"]
     told = " ".join(found.notes)
-    assert "1 documents are empty" in told and "'nowhere'" in told and "'nobody'" in told
+    assert "empty documents, which cannot be found: 1 ('empty')" in told and "'nowhere'" in told and "'nobody'" in told
 
 
 def test_judgements_need_no_header_and_queries_must_count(tmp_path):
@@ -258,7 +258,8 @@ def test_judgements_need_no_header_and_queries_must_count(tmp_path):
     judged = tmp_path / "c/qrels/test.tsv"
     judged.write_text("q\ta\t1\n" + "".join(judged.read_text().splitlines(keepends=True)[1:]))
     found = read_collection(tmp_path / "c")
-    assert list(found.queries) == ["q"] and "1 queries of the judgements are empty" in " ".join(found.notes)
+    assert list(found.queries) == ["q"]
+    assert "judged queries that are empty, which are left out: 1" in " ".join(found.notes)
 
 
 MLDR = {
@@ -408,7 +409,7 @@ def test_a_cut_off_fine_tuning_goes_on_and_ends_the_same(bert, embedded, tmp_pat
     run(tmp_path / "cut", resume=True)
     a, b = (SentenceTransformer(str(tmp_path / name)).encode("a text") for name in ("whole", "cut"))
     assert np.allclose(a, b, atol=1e-6)
-    with pytest.raises(CableError, match="holds a model already"):
+    with pytest.raises(CableError, match="holds a model already, and no run to resume"):
         run(tmp_path / "cut", resume=True)
 
 

@@ -299,6 +299,8 @@ def test_tokens_made_elsewhere(tmp_path):
     assert not (tmp_path / "e").exists()
     with pytest.raises(CableError, match="has the token 9; the vocabulary has 8"):
         import_tokens(tmp_path / "f", {"train": tmp_path / "a.bin.xz"}, 8, 7)
+    result = CliRunner().invoke(app, ["data", "import", "train=/nowhere.bin", "--out", str(tmp_path / "g")])
+    assert str(result.exception) == "cannot read '/nowhere.bin': No such file or directory."
     result = CliRunner().invoke(app, ["data", "import", "books.bin", "--out", str(tmp_path / "g")])
     assert isinstance(result.exception, CableError) and "SPLIT=FILE" in str(result.exception)
     result = CliRunner().invoke(app, ["data", "import", "train=a.bin", "train=b.bin", "--out", str(tmp_path / "g")])

@@ -6,7 +6,6 @@ perplexities. What is done is not done again: after a crash or a stop the same c
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from cable_attn.data.tokenizers import find_tokenizer
 from cable_attn.devices import best_device
 from cable_attn.environment import environment
 from cable_attn.errors import CableError, require_known
-from cable_attn.evaluation import HeldOut, evaluate, find_held_out, share_of
+from cable_attn.evaluation import HeldOut, evaluate, find_held_out, require_own_tokens, share_of
 from cable_attn.files import as_json, read_json, writable_folder, write_json
 from cable_attn.models.loading import checkpoint_folder, load_model, tokenizer_of
 from cable_attn.recipe import WEIGHTS, DataPart, ModelPart, Recipe, TrainPart
@@ -55,7 +54,7 @@ def plan(model: ModelPart, tokens: int, length: int = 0, overrides: Sequence[str
     train = TrainPart(tokens_per_update=update, micro_batch=micro, learning_rate=rate, lowest_learning_rate=rate / 10)
     train = replace(train, compile="layers")
     recipe = Recipe(replace(model, vocab_size=config.vocab_size), DataPart(length=length), train)
-    steps = math.ceil(tokens / _overridden(recipe, overrides).train.tokens_per_update)
+    steps = max(round(tokens / _overridden(recipe, overrides).train.tokens_per_update), 1)
     return _overridden(replace(recipe, train=replace(train, steps=steps, warmup_steps=steps // 20)), overrides)
 
 
@@ -86,6 +85,9 @@ def prepare_data(
         needed = max(recipe.train.steps * recipe.train.tokens_per_update, eval_tokens or LEAST_HELD_OUT)
         request = Request(source, recipe.model.checkpoint, needed)
         prepare(path, request, _streams(source), find_tokenizer(str(own), ()), tell)
+    tokenizer = tokenizer_of(own)
+    if tokenizer is not None:
+        require_own_tokens(tokenizer, path, recipe.model.checkpoint)
     splits = read_manifest(path)["splits"]
     split = next((name for name in SPLITS if splits.get(name, {}).get("tokens", 0) > 1), None)
     if split is None:
@@ -93,7 +95,7 @@ def prepare_data(
             f"{source!r} has no text to read before and after: none in {' or '.join(SPLITS)}. Hold some out with "
             "cable data prepare --held-out 0.1, and give that folder."
         )
-    text = find_held_out(str(path), split, eval_tokens, tokenizer_of(own))
+    text = find_held_out(str(path), split, eval_tokens, tokenizer)
     return replace(recipe, data=replace(recipe.data, path=str(path))), text
 
 

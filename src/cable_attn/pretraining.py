@@ -28,7 +28,7 @@ from cable_attn.data.windows import Masked, Order, TokenWindows
 from cable_attn.devices import has_bf16
 from cable_attn.environment import environment
 from cable_attn.errors import CableError, reason, require_known
-from cable_attn.evaluation import checkpoint_hash, require_positions
+from cable_attn.evaluation import checkpoint_hash, require_own_tokens, require_positions
 from cable_attn.files import alone, read_json, writable_folder, write_atomically, write_json
 from cable_attn.models import CableBertConfig, CableBertForMaskedLM, CableGPTConfig, CableGPTForCausalLM
 from cable_attn.models.layers import encoding_parameters
@@ -122,11 +122,8 @@ def load_data(recipe: Recipe, folder: Path) -> Data:
         whose = "the checkpoint's" if recipe.model.checkpoint else "model.vocab_size"
         raise CableError(f"{str(path)!r} has a vocabulary of {split.vocab_size}, {whose} is {vocabulary}.")
     tokenizer = load_tokenizer(str(path / TOKENIZER)) if (path / TOKENIZER).is_dir() else None
-    if own is not None and tokenizer is not None and own.get_vocab() != tokenizer.get_vocab():
-        raise CableError(
-            f"{str(path)!r} was made with another tokenizer than that of {recipe.model.checkpoint!r}. Prepare the text "
-            f"with it: cable data prepare … --tokenizer {recipe.model.checkpoint}"
-        )
+    if own is not None:
+        require_own_tokens(own, path, recipe.model.checkpoint)
     samples = recipe.windows_per_update * recipe.train.steps
     windows: Dataset = TokenWindows(split, recipe.data.length, recipe.data.separate_documents)
     if recipe.data.passkey:

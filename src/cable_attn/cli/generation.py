@@ -153,10 +153,9 @@ def _prompt(prompt: str, file: Path | None) -> str:
         raise CableError("give the prompt with --prompt or with --file, one of them.")
     if file is None:
         return sys.stdin.read() if prompt == "-" else prompt
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CableError(f"cannot read {str(file)!r}: {error}.") from error
+    from cable_attn.data.corpus import read_text
+
+    return read_text(file)
 
 
 def _stream(tokenizer: Any) -> Any:

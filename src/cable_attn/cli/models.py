@@ -31,7 +31,7 @@ def train(
     ```
     """
     from cable_attn import recipe as recipes
-    from cable_attn.training import Stopped, leads
+    from cable_attn.training import Stopped, leads, read_metrics
 
     if show or not recipe:
         console.print("\n".join(recipes.builtin()), highlight=False)
@@ -52,6 +52,8 @@ def train(
         say(f"{stopped} Go on with: cable train … --resume")
         raise typer.Exit(stopped.exit_code) from None
     if leads():
+        if not any("eval_loss" in row for row in read_metrics(folder / "metrics.jsonl")):
+            say("No loss on held-out text: the data have no validation split as long as a window.")
         console.print(f"Done. The model and metrics.jsonl are in {folder}", markup=False, highlight=False)
 
 

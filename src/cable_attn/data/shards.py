@@ -145,7 +145,9 @@ def _read_tokens(path: Path, vocab_size: int, separator: int) -> np.ndarray:
     try:
         content = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
         tokens = np.frombuffer(content, dtype="<u2")
-    except (OSError, ValueError, lzma.LZMAError) as error:
+    except OSError as error:
+        raise CableError(f"cannot read {str(path)!r}: {error.strerror}.") from error
+    except (ValueError, EOFError, lzma.LZMAError) as error:
         raise CableError(f"{str(path)!r} is not a file of uint16 tokens: {error}.") from error
     if len(tokens) and tokens.max() >= vocab_size:
         raise CableError(f"{str(path)!r} has the token {tokens.max()}; the vocabulary has {vocab_size}.")

@@ -86,14 +86,14 @@ def checked(
 
 def _oddities(documents: dict[str, str], queries: dict[str, str], judged: dict[str, dict[str, int]]) -> list[str]:
     kinds = {
-        "documents are empty and cannot be found": [key for key, text in documents.items() if not text.strip()],
-        "queries of the judgements are empty and are left out": [q for q in judged if not queries.get(q, "-").strip()],
-        "queries of the judgements are not among the queries and are left out": [q for q in judged if q not in queries],
-        "judged documents are not in the corpus and count as not found": sorted(
+        "empty documents, which cannot be found": [key for key, text in documents.items() if not text.strip()],
+        "judged queries that are empty, which are left out": [q for q in judged if not queries.get(q, "-").strip()],
+        "judged queries that are not among the queries, which are left out": [q for q in judged if q not in queries],
+        "judged documents that are not in the corpus, which count as not found": sorted(
             {document for found in judged.values() for document in found if document not in documents}
         ),
     }
-    return [f"{len(ids)} {what}: {_some(ids)}." for what, ids in kinds.items() if ids]
+    return [f"{what}: {len(ids)} ({_some(ids)})." for what, ids in kinds.items() if ids]
 
 
 def _some(ids: list[str]) -> str:

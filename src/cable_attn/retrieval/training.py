@@ -262,7 +262,8 @@ def train(
 
     checkpoints = folder / ".training"
     if (folder / "modules.json").exists() or ((folder / "config.json").exists() and not checkpoints.exists()):
-        raise CableError(f"{str(folder)!r} holds a model already. Choose another folder with --out.")
+        done = ", and no run to resume" if resume else ""
+        raise CableError(f"{str(folder)!r} holds a model already{done}. Choose another folder with --out.")
     if checkpoints.exists() and not resume:
         raise CableError(f"{str(folder)!r} holds a run that was cut off. Add --resume, or choose another with --out.")
     if processes() > 1:
