@@ -194,7 +194,7 @@ def over_no_far_text(losses: Mapping[int, float], near: Band) -> dict[int, float
     tokens have little before them.
     """
     low, trained_at = near
-    level = (trained_at * losses[trained_at] - low * losses[low]) / (trained_at - low)
+    level = _between(losses[low], losses[trained_at], near)
     without = {n: level + (losses[trained_at] - level) * trained_at / n for n in losses if n > trained_at}
     return {n: math.exp(losses[n] - loss) for n, loss in without.items()}
 
@@ -223,14 +223,20 @@ def _whole_documents(own: dict[int, ByDocument]) -> dict[int, ByDocument]:
 
 def _added(own: dict[int, ByDocument], band: Band) -> ByDocument:
     """Of each document the loss of the tokens that the longer windows add."""
+    shorter, longer = (own[length] for length in band)
+    return [(count, _between(near, far, band)) for (count, near), (_, far) in zip(shorter, longer)]
+
+
+def _between(near: float, far: float, band: Band) -> float:
+    """The loss of what longer windows add, from that of windows of each length."""
     low, high = band
-    return [(count, (high * far - low * near) / (high - low)) for (count, near), (_, far) in zip(own[low], own[high])]
+    return (high * far - low * near) / (high - low)
 
 
 def paper_contexts(row: Mapping[str, float | None], near: Band) -> dict[Band, float]:
     """band → what the paper's perplexities make of it, over the reference."""
     read = {int(length): math.log(value) for length, value in row.items() if value}
-    losses = {(low, high): (high * read[high] - low * read[low]) / (high - low) for low, high in pairwise(sorted(read))}
+    losses = {(low, high): _between(read[low], read[high], (low, high)) for low, high in pairwise(sorted(read))}
     return {band: math.exp(loss - losses[near]) for band, loss in losses.items()} if near in losses else {}
 
 

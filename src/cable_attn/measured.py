@@ -100,9 +100,7 @@ def _tables(stored: Path) -> Iterator[tuple[str, Numbers]]:
             yield from _of_study(studies.load(file, checked=False), folder)
     for name, printed in findings.paper_numbers().items():
         yield f"paper {name}", Numbers(printed, stored, "{:g}")
-        yield f"paper {name} context", Numbers(_paper_contexts(printed), stored, "{:+z.1f} %")
-        if far := _paper_far(name, printed):
-            yield f"paper {name} far", Numbers(far, stored, "{:+z.1f} %")
+        yield from _paper_far_text(name, printed, stored)
     speeds = stored / "results/training.jsonl"
     rows = records.latest_by_size(records.read(speeds)) if speeds.is_file() else []
     for name, key in (("training", "tokens_per_second"), ("memory", "peak_mib"), ("parameters", "parameters")):
@@ -156,7 +154,7 @@ def _of_study(study: studies.Study, folder: Path) -> Iterator[tuple[str, Numbers
 def _of_long_texts(name: str, gathered: summary.Gathered, folder: Path) -> Iterator[tuple[str, Numbers]]:
     rows = gathered.rows
     contexts = {
-        variant: {f"{low}-{high}": 100 * (ratio - 1) for (low, high), (ratio, _, _) in own.items()}
+        variant: _above({band: ratio for band, (ratio, _, _) in own.items()})
         for variant, own in comparisons.by_context(gathered).items()
     }
     yield f"{name} context", Numbers(contexts, folder, "{:+z.1f} %")
@@ -172,26 +170,24 @@ def _of_long_texts(name: str, gathered: summary.Gathered, folder: Path) -> Itera
         yield f"{name} passkey back", Numbers(_by_length(back), folder, "{:.0f} %")
 
 
-def _paper_contexts(printed: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    return {
-        name: {
-            f"{low}-{high}": 100 * (ratio - 1) for (low, high), ratio in comparisons.paper_contexts(row, NEAR).items()
-        }
-        for name, row in printed.items()
-        if all(column.isdigit() for column in row)
-    }
-
-
-def _paper_far(entry: str, printed: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+def _paper_far_text(
+    entry: str, printed: Mapping[str, Mapping[str, float]], stored: Path
+) -> Iterator[tuple[str, Numbers]]:
     told = findings.paper(entry)
-    if told is None or told["trained_at"] != NEAR[1] or told["metric"] != "perplexity":
-        return {}
-    losses = {name: {int(n): math.log(value) for n, value in row.items()} for name, row in printed.items()}
-    return {name: _above(comparisons.over_no_far_text(row, NEAR)) for name, row in losses.items()}
+    if told is None or told["metric"] != "perplexity":
+        return
+    contexts = {name: _above(comparisons.paper_contexts(row, NEAR)) for name, row in printed.items()}
+    yield f"paper {entry} context", Numbers(contexts, stored, "{:+z.1f} %")
+    if told["trained_at"] == NEAR[1]:
+        losses = {name: {int(n): math.log(value) for n, value in row.items()} for name, row in printed.items()}
+        far = {name: _above(comparisons.over_no_far_text(row, NEAR)) for name, row in losses.items()}
+        yield f"paper {entry} far", Numbers(far, stored, "{:+z.1f} %")
 
 
-def _above(ratios: Mapping[int, float]) -> dict[str, float]:
-    return {str(n): 100 * (ratio - 1) for n, ratio in ratios.items()}
+def _above(ratios: Mapping[Any, float]) -> dict[str, float]:
+    """In percent, by length or by band of lengths."""
+    names = {key: "{}-{}".format(*key) if isinstance(key, tuple) else str(key) for key in ratios}
+    return {names[key]: 100 * (ratio - 1) for key, ratio in ratios.items()}
 
 
 def _by_length(found: Mapping[str, Mapping[int, list[float]]]) -> dict[str, dict[str, float]]:
